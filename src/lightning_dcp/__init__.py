@@ -1,0 +1,38 @@
+"""Dynamic context parallelism for PyTorch Lightning on Megatron-Core.
+
+Importing the package makes the strategy name ``dynamic_cp`` known to Lightning.
+"""
+
+import logging
+
+from lightning_dcp.callbacks import StepReport
+from lightning_dcp.data import SyntheticDataModule, TextDataModule
+from lightning_dcp.engine import OptimizerSettings
+from lightning_dcp.loss import linear_cross_entropy
+from lightning_dcp.model import ModelConfig
+from lightning_dcp.module import DynamicCPModule
+from lightning_dcp.packing import MicroBatch
+from lightning_dcp.planning import Plan, PlanError, plan_global_batch
+from lightning_dcp.schedule import LRSchedule
+from lightning_dcp.strategy import DynamicCPStrategy
+
+# Torch tells its own developers, once per process and data worker, how to rename a function.
+logging.getLogger("torch.fx._symbolic_trace").addFilter(
+    lambda record: not record.getMessage().startswith("is_fx_tracing")
+)
+
+__all__ = [
+    "DynamicCPModule",
+    "DynamicCPStrategy",
+    "LRSchedule",
+    "MicroBatch",
+    "ModelConfig",
+    "OptimizerSettings",
+    "Plan",
+    "PlanError",
+    "StepReport",
+    "SyntheticDataModule",
+    "TextDataModule",
+    "linear_cross_entropy",
+    "plan_global_batch",
+]

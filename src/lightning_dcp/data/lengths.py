@@ -1,0 +1,181 @@
+"""Sequence lengths for synthetic data: length files and distributions. NumPy only, no torch."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+_HEADER = ["length", "count"]
+
+
+@dataclass(frozen=True, eq=False)
+class LengthTable:
+    """How many sequences have which length.
+
+    Attributes:
+        lengths: Lengths in tokens, ascending, without duplicates; int64, ``[num_lengths]``.
+        counts: How many sequences have that length, positive; int64, ``[num_lengths]``.
+    """
+
+    lengths: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @property
+    def num_sequences(self) -> int:
+        """The sum of all counts."""
+        return int(self.counts.sum())
+
+    def sample(self, num_samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Draws lengths with replacement, in proportion to their counts.
+
+        Args:
+            num_samples: How many. Equal generators give equal draws, and a smaller number gives a
+                prefix of them.
+            rng: The source of randomness.
+
+        Returns:
+            Lengths in tokens, int64, ``[num_samples]``.
+        """
+        cumulative = np.cumsum(self.counts)
+        targets = (rng.random(num_samples) * cumulative[-1]).astype(np.int64)
+        drawn: NDArray[np.int64] = self.lengths[np.searchsorted(cumulative, targets, side="right")]
+        return drawn
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """Sequence lengths drawn from a distribution by name; every length is in ``[low, high]``."""
+
+    kind: Literal["uniform", "lognormal", "bimodal", "constant", "long_tail"] = "long_tail"
+    """uniform; lognormal around `median`; bimodal: the lowest and the highest quarter of the range;
+    constant: `low` always; long_tail: a Pareto tail, most lengths near `low`."""
+    low: int = 64
+    """The shortest length, in tokens."""
+    high: int | None = None
+    """The longest length, in tokens (16 times `low` if not given). For constant: none, or `low`."""
+    median: float | None = None
+    """lognormal: the median length, in tokens (the geometric mean of low and high if not given)."""
+    sigma: float = 1.0
+    """lognormal: the standard deviation of the logarithm."""
+    alpha: float = 1.2
+    """long_tail: the exponent of the tail, P(length > x) = (low / x) ** alpha."""
+    long_fraction: float = 0.1
+    """bimodal: the share of sequences in the highest quarter of the range."""
+
+    def __post_init__(self) -> None:
+        kinds = ("uniform", "lognormal", "bimodal", "constant", "long_tail")
+        if self.kind not in kinds:
+            raise ValueError(f"lengths: kind={self.kind!r} is none of {', '.join(kinds)}")
+        if self.low < 1:
+            raise ValueError(f"lengths: low={self.low}, but a sequence has 1 token or more")
+        if self.longest < self.low:
+            raise ValueError(f"lengths: high={self.high} is below low={self.low}")
+        if self.kind == "constant" and self.longest != self.low:
+            raise ValueError(
+                f"lengths: kind='constant' with low={self.low} and high={self.high}: leave high out"
+            )
+        if self.median is not None and not self.low <= self.median <= self.longest:
+            raise ValueError(
+                f"lengths: median={self.median} is outside [low, high] ="
+                f" [{self.low}, {self.longest}]"
+            )
+        if not (self.sigma > 0 and self.alpha > 0):
+            raise ValueError(
+                f"lengths: sigma={self.sigma} and alpha={self.alpha} must both be above 0"
+            )
+        if not 0 <= self.long_fraction <= 1:
+            raise ValueError(f"lengths: long_fraction={self.long_fraction} is outside [0, 1]")
+
+    @property
+    def longest(self) -> int:
+        """``high``, or what stands for it when it is not given."""
+        if self.high is not None:
+            return self.high
+        return self.low if self.kind == "constant" else 16 * self.low
+
+    def sample(self, num_samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Draws lengths; arguments and result as for :meth:`LengthTable.sample`."""
+        low, high = self.low, self.longest
+        match self.kind:
+            case "constant":
+                drawn = np.full(num_samples, float(low))
+            case "uniform":
+                drawn = low + rng.random(num_samples) * (high - low + 1)
+            case "lognormal":
+                median = self.median or np.sqrt(float(low) * high)
+                drawn = median * np.exp(self.sigma * rng.standard_normal(num_samples))
+            case "bimodal":
+                # One row a sample, so that fewer samples are a prefix of more.
+                choice, position = rng.random((num_samples, 2)).T
+                quarter = (high - low) // 4
+                start = np.where(choice < self.long_fraction, high - quarter, low)
+                drawn = start + position * (quarter + 1)
+            case "long_tail":
+                drawn = low * (1.0 - rng.random(num_samples)) ** (-1.0 / self.alpha)
+        clipped: NDArray[np.int64] = np.clip(drawn, low, high).astype(np.int64)
+        return clipped
+
+
+def read_length_file(path: str | os.PathLike[str]) -> LengthTable:
+    """Reads a length file: a CSV, gzipped if the name ends in ``.gz``, with ``length,count`` lines.
+
+    Args:
+        path: The file. Its first line is the header ``length,count``; every other line holds two
+            positive integers. A length may come more than once: its counts add up.
+
+    Raises:
+        ValueError: The file does not exist or is not of that form; the message names the file, the
+            line and what was found there.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"length_file: there is no file {str(path)!r}")
+    try:
+        with _open_text(file) as stream:
+            pairs = np.array(list(_rows(file, stream)), dtype=np.int64).reshape(-1, 2)
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"length_file: {file} cannot be read as a (gzipped) CSV: {error}"
+        ) from error
+    except OverflowError as error:
+        raise ValueError(f"length_file: {file} holds a number above 2**63 - 1") from error
+    if len(pairs) == 0:
+        raise ValueError(f"length_file: {file} holds no line of numbers below its header")
+    lengths, index = np.unique(pairs[:, 0], return_inverse=True)
+    counts = np.zeros(len(lengths), dtype=np.int64)
+    np.add.at(counts, index, pairs[:, 1])
+    return LengthTable(lengths=lengths, counts=counts)
+
+
+def _open_text(file: Path) -> TextIO:
+    if file.suffix == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8", newline="")
+    return open(file, encoding="utf-8", newline="")
+
+
+def _rows(file: Path, stream: TextIO) -> Iterator[tuple[int, int]]:
+    reader = csv.reader(stream)
+    header = next(reader, None)
+    if header != _HEADER:
+        raise ValueError(
+            f"length_file: {file}, line 1: expected the header 'length,count', found {header!r}"
+        )
+    for row in reader:
+        if not row:
+            continue
+        numbers = [int(field) for field in row if field.isascii() and field.isdigit()]
+        if len(row) != 2 or len(numbers) != 2 or min(numbers) < 1:
+            raise ValueError(
+                f"length_file: {file}, line {reader.line_num}: expected two positive integers"
+                f" (length,count), found {','.join(row)!r}"
+            )
+        yield numbers[0], numbers[1]

@@ -1,0 +1,121 @@
+"""Which tokens of the documents make samples: the policy for long and short documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+LongDocuments = Literal["split", "truncate", "drop", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentCounts:
+    """What became of the documents.
+
+    Attributes:
+        documents: Documents before anything was done, empty ones too.
+        samples: Samples that they gave.
+        tokens: Tokens in all samples.
+        split: Documents that were cut in pieces.
+        truncated: Documents that were cut off.
+        dropped_long: Documents left out because they were too long.
+        dropped_short: Documents left out because they were too short or empty.
+        dropped_tokens: Tokens in no sample, whatever the reason.
+        replaced_bytes: Undecodable bytes, each replaced by U+FFFD.
+    """
+
+    documents: int
+    samples: int
+    tokens: int
+    split: int
+    truncated: int
+    dropped_long: int
+    dropped_short: int
+    dropped_tokens: int
+    replaced_bytes: int
+
+    def __str__(self) -> str:
+        parts = {
+            "documents split": self.split,
+            "documents truncated": self.truncated,
+            "documents dropped as too long": self.dropped_long,
+            "documents dropped as too short or empty": self.dropped_short,
+            "tokens in no sample": self.dropped_tokens,
+            "undecodable bytes replaced": self.replaced_bytes,
+        }
+        notes = "".join(f", {number:,} {what}" for what, number in parts.items() if number)
+        return (
+            f"{self.samples:,} samples with {self.tokens:,} tokens from"
+            f" {self.documents:,} documents{notes}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The samples of some documents, as ranges of tokens.
+
+    Attributes:
+        starts: Index of the first token of each sample; int64, ``[num_samples]``.
+        ends: Index after its last token; int64, ``[num_samples]``.
+        counts: What became of the documents.
+    """
+
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    counts: DocumentCounts
+
+
+def cut_documents(
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    *,
+    max_length: int,
+    min_length: int,
+    long_documents: LongDocuments,
+    replaced_bytes: int = 0,
+) -> Pieces:
+    """Makes samples of documents.
+
+    A document below ``min_length`` is dropped. One above ``max_length`` is dropped, cut off, or
+    split in pieces of ``max_length``, of which the last is dropped if it is below ``min_length``.
+
+    Args:
+        starts: Index of the first token of each document, ``[num_documents]``.
+        ends: Index after its last token, ``[num_documents]``.
+        max_length: The longest sample, in tokens.
+        min_length: The shortest sample, in tokens.
+        long_documents: What happens to documents above ``max_length``; the caller has refused
+            them already if it is ``"error"``.
+        replaced_bytes: For the counts.
+
+    Returns:
+        The samples in the order of the documents.
+    """
+    lengths = ends - starts
+    short, long = lengths < min_length, lengths > max_length
+    dropped = short | (long if long_documents == "drop" else False)
+    pieces = np.where(dropped, 0, 1)
+    if long_documents == "split":
+        whole, rest = np.divmod(lengths, max_length)
+        pieces = np.where(long, whole + (rest >= min_length), pieces)
+    first = np.cumsum(pieces) - pieces
+    index_in_document = np.arange(pieces.sum()) - np.repeat(first, pieces)
+    sample_starts = np.repeat(starts, pieces) + index_in_document * max_length
+    sample_ends = np.minimum(sample_starts + max_length, np.repeat(ends, pieces))
+    tokens = int((sample_ends - sample_starts).sum())
+    num_long = int(long.sum())
+    counts = DocumentCounts(
+        documents=len(lengths),
+        samples=len(sample_starts),
+        tokens=tokens,
+        split=num_long if long_documents == "split" else 0,
+        truncated=num_long if long_documents == "truncate" else 0,
+        dropped_long=num_long if long_documents == "drop" else 0,
+        dropped_short=int(short.sum()),
+        dropped_tokens=int(lengths.sum()) - tokens,
+        replaced_bytes=replaced_bytes,
+    )
+    return Pieces(sample_starts, sample_ends, counts)

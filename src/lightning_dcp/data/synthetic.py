@@ -1,0 +1,174 @@
+"""SyntheticDataModule: random tokens with realistic lengths."""
+
+from __future__ import annotations
+
+from typing import Any, override
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dcp.data.lengths import LengthDistribution, read_length_file
+from lightning_dcp.data.loaders import check_counts, global_batch_loader
+
+_TRAIN, _VAL, _LANGUAGE = 0, 1, 2  # streams of random numbers of one seed
+_PREDICTABLE = 0.75
+
+
+class SyntheticTokens(Dataset[dict[str, Tensor]]):
+    """Sequences of a small random language; sample ``i`` is a function of the seed and ``i``.
+
+    The tokens form a first-order Markov chain, so that a model has something to learn. The seed
+    puts the vocabulary in a circle; three times in four the next token is the next one of the
+    circle, otherwise one drawn with a preference for few tokens (position ``vocab_size * u ** 3``,
+    ``u`` uniform). The loss of a model that knows the chain is near 1.9 at a vocabulary of 256,
+    against 5.5 for one that knows nothing.
+
+    Args:
+        lengths: Length of each sample in tokens, ``[num_samples]``.
+        vocab_size: Token ids are below it.
+        seed: Of the language and the samples.
+        stream: Samples of different streams of a seed are different, their language is the same.
+    """
+
+    def __init__(
+        self, lengths: NDArray[np.int64], *, vocab_size: int, seed: int, stream: int
+    ) -> None:
+        self.lengths = lengths
+        self._circle = np.random.default_rng([seed, _LANGUAGE]).permutation(vocab_size)
+        self._seed = (seed, stream)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length, vocab_size = int(self.lengths[index]), len(self._circle)
+        rng = np.random.default_rng([*self._seed, index])
+        jumps = rng.random(length) >= _PREDICTABLE
+        jumps[0] = True
+        targets = (vocab_size * rng.random(length) ** 3).astype(np.int64)
+        steps = np.arange(length)
+        last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
+        positions = (targets[last_jump] + steps - last_jump) % vocab_size
+        return {"input_ids": torch.from_numpy(self._circle[positions].astype(np.int64))}
+
+
+class SyntheticDataModule(LightningDataModule):
+    """Random tokens with lengths from a length file or a distribution, as jagged global batches.
+
+    Sample ``i`` depends on ``seed`` and ``i`` alone, not on ranks, workers or the epoch: every
+    epoch yields the same batches in the same order, on every rank. The tokens are a Markov chain
+    rather than noise (see :class:`SyntheticTokens`), so a loss falls.
+
+    Args:
+        vocab_size: Token ids are below it.
+        lengths: Distribution of the lengths; none for a long tail from 64 to 1024 tokens.
+        length_file: Path of a length file to draw lengths from instead: a CSV with the header
+            ``length,count``, gzipped if its name ends in ``.gz``.
+        global_batch_size: Samples in one optimizer step, over all ranks.
+        num_batches: Training batches in an epoch.
+        num_val_batches: Validation batches; 0 for no validation.
+        max_length: Longer lengths are clipped to it, in tokens; how many is reported.
+        min_length: Shorter lengths are raised to it, in tokens; how many is reported.
+        seed: Seed of lengths and tokens.
+        num_workers: Processes that make batches, on each rank; 0: the training process does.
+
+    Attributes:
+        num_clipped: Training and validation samples that ``max_length`` or ``min_length`` changed;
+            0 before ``setup``.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        lengths: LengthDistribution | None = None,
+        length_file: str | None = None,
+        global_batch_size: int = 32,
+        num_batches: int = 100,
+        num_val_batches: int = 0,
+        max_length: int = 4096,
+        min_length: int = 2,
+        seed: int = 0,
+        num_workers: int = 2,
+    ) -> None:
+        super().__init__()
+        check_counts(
+            vocab_size=(vocab_size, 2),
+            global_batch_size=(global_batch_size, 1),
+            num_batches=(num_batches, 1),
+            num_val_batches=(num_val_batches, 0),
+            min_length=(min_length, 1),
+            seed=(seed, 0),
+            num_workers=(num_workers, 0),
+        )
+        if max_length < min_length:
+            raise ValueError(f"max_length={max_length} is below min_length={min_length}")
+        if lengths is not None and length_file is not None:
+            raise ValueError(f"lengths={lengths} and length_file={length_file!r}: give only one")
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.global_batch_size = global_batch_size
+        self._lengths = lengths or LengthDistribution()
+        self._length_file = length_file
+        self._num_batches = num_batches
+        self._num_val_batches = num_val_batches
+        self._min_length = min_length
+        self._seed = seed
+        self._num_workers = num_workers
+        self._train_set: SyntheticTokens | None = None
+        self._val_set: SyntheticTokens | None = None
+        self.num_clipped = 0
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        if self._train_set is not None:
+            return
+        distribution = (
+            self._lengths if self._length_file is None else read_length_file(self._length_file)
+        )
+        for stream, num_batches in ((_TRAIN, self._num_batches), (_VAL, self._num_val_batches)):
+            rng = np.random.default_rng([self._seed, stream])
+            drawn = distribution.sample(num_batches * self.global_batch_size, rng)
+            lengths = np.clip(drawn, self._min_length, self.max_length)
+            self.num_clipped += int((lengths != drawn).sum())
+            tokens = SyntheticTokens(
+                lengths, vocab_size=self.vocab_size, seed=self._seed, stream=stream
+            )
+            if stream == _TRAIN:
+                self._train_set = tokens
+            elif num_batches:
+                self._val_set = tokens
+        total = (self._num_batches + self._num_val_batches) * self.global_batch_size
+        rank_zero_info(
+            f"Synthetic data: {self.num_clipped:,} of {total:,} lengths were clipped to"
+            f" [{self._min_length}, {self.max_length}]"
+        )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        if self._train_set is None:
+            raise RuntimeError("SyntheticDataModule has no data yet: call setup() first")
+        return self._loader(self._train_set)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        return [] if self._val_set is None else self._loader(self._val_set)
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any] | list[Any]:
+        return self.val_dataloader()
+
+    def _loader(self, dataset: SyntheticTokens) -> DataLoader[Any]:
+        return global_batch_loader(
+            dataset,
+            global_batch_size=self.global_batch_size,
+            shuffle=False,
+            drop_last=True,
+            seed=self._seed,
+            num_workers=self._num_workers,
+        )

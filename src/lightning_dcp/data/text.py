@@ -1,0 +1,254 @@
+"""TextDataModule: real documents from files as global batches."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args, override
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from lightning_dcp.data.cache import CacheSource, TokenCache, load_or_build
+from lightning_dcp.data.dataset import TokenRanges
+from lightning_dcp.data.documents import find_files
+from lightning_dcp.data.loaders import check_counts, global_batch_loader
+from lightning_dcp.data.pieces import DocumentCounts, LongDocuments, cut_documents
+from lightning_dcp.data.tokenizers import Tokenizer, load_tokenizer
+
+
+class TextDataModule(LightningDataModule):
+    """Documents from text files or JSON lines, tokenised once, as jagged global batches.
+
+    Every rank yields the same global batches: ``{"input_ids": jagged int64}``, in an order that
+    depends on ``seed`` and the epoch alone. Labels are the inputs; packing shifts them.
+
+    One process per node tokenises into a cache, which all ranks and workers memory-map. What is
+    wrong with the input is raised by ``setup``, on every rank alike.
+
+    Args:
+        data: Paths or globs of the training data, ``**`` for any depth of folders. Files named
+            ``.jsonl``, ``.jsonl.gz`` or ``.json.gz`` hold one JSON object a line, any other file is
+            one UTF-8 document (undecodable bytes are replaced and counted). ``{stdlib}`` stands for
+            the folder of Python's standard library, real text that every machine has.
+        text_field: Field of the JSON objects that holds the text.
+        tokenizer: Directory of a Hugging Face tokenizer; none for bytes (257 token ids).
+        max_length: The longest sample, in tokens.
+        long_documents: What happens to documents above ``max_length``: split in pieces of that
+            length, truncate, drop, or error.
+        global_batch_size: Samples in one optimizer step, over all ranks.
+        val_data: Paths or globs of the validation data.
+        val_fraction: Share of the documents of ``data`` held out for validation instead, chosen by
+            a hash of the text, so that every machine holds out the same.
+        num_workers: Processes that load batches, on each rank; 0: the training process does.
+        append_eos: Whether every document ends with the end-of-document token.
+        min_length: The shortest sample, in tokens; shorter documents and pieces are dropped.
+        shuffle: Whether training samples come in a new order every epoch.
+        seed: Seed of the shuffling.
+        cache_dir: Folder of the token caches; none for ``lightning-dcp`` in the user's cache folder
+            (``XDG_CACHE_HOME``).
+
+    Attributes:
+        train_counts: What became of the training documents; ``None`` before ``setup``.
+        val_counts: The same for validation; ``None`` without validation data.
+    """
+
+    def __init__(
+        self,
+        data: list[str] | str,
+        *,
+        text_field: str = "text",
+        tokenizer: str | None = None,
+        max_length: int = 4096,
+        long_documents: LongDocuments = "split",
+        global_batch_size: int = 32,
+        val_data: list[str] | str | None = None,
+        val_fraction: float = 0.0,
+        num_workers: int = 2,
+        append_eos: bool = True,
+        min_length: int = 2,
+        shuffle: bool = True,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_counts(
+            min_length=(min_length, 1),
+            global_batch_size=(global_batch_size, 1),
+            num_workers=(num_workers, 0),
+            seed=(seed, 0),
+        )
+        if max_length < min_length:
+            raise ValueError(f"max_length={max_length} is below min_length={min_length}")
+        if long_documents not in get_args(LongDocuments):
+            choices = ", ".join(get_args(LongDocuments))
+            raise ValueError(f"long_documents={long_documents!r} is none of {choices}")
+        if not 0 <= val_fraction < 1:
+            raise ValueError(f"val_fraction={val_fraction} must be at least 0 and below 1")
+        if val_fraction and val_data:
+            raise ValueError(
+                f"val_fraction={val_fraction} and val_data={val_data!r}: give only one"
+            )
+        self._data = _as_list("data", data)
+        self._val_data = [] if val_data is None else _as_list("val_data", val_data)
+        self._text_field = text_field
+        self._tokenizer_directory = tokenizer
+        self.max_length = max_length
+        self._long_documents: LongDocuments = long_documents
+        self.global_batch_size = global_batch_size
+        self._val_fraction = val_fraction
+        self._num_workers = num_workers
+        self._append_eos = append_eos
+        self._min_length = min_length
+        self._shuffle = shuffle
+        self._seed = seed
+        self._cache_dir = cache_dir
+        self._train_set: TokenRanges | None = None
+        self._val_set: TokenRanges | None = None
+        self.train_counts: DocumentCounts | None = None
+        self.val_counts: DocumentCounts | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded on first use."""
+        return load_tokenizer(self._tokenizer_directory)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; known before ``setup``."""
+        return self.tokenizer.vocab_size
+
+    @override
+    def prepare_data(self) -> None:
+        try:
+            for option in ("data", "val_data"):
+                self._load(option, retry=True)
+        except Exception:
+            # One rank is here while the others wait in a barrier: an error would leave them there.
+            # `setup` runs into it again, on every rank.
+            return
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        before = (self.train_counts, self.val_counts)
+        cache = self._load("data", retry=False)
+        val_cache = self._load("val_data", retry=False)
+        assert cache is not None
+        held_out = np.asarray(cache.documents["hash"]) / 2.0**64 < self._val_fraction
+        self._train_set, self.train_counts = self._samples("data", cache, ~held_out)
+        if val_cache is not None:
+            everything = np.ones(len(val_cache.documents), dtype=bool)
+            self._val_set, self.val_counts = self._samples("val_data", val_cache, everything)
+        elif self._val_fraction:
+            self._val_set, self.val_counts = self._samples("val_fraction", cache, held_out)
+        if stage in (None, "fit") and len(self._train_set) < self.global_batch_size:
+            raise ValueError(
+                f"data: {self.train_counts}: fewer samples than global_batch_size="
+                f"{self.global_batch_size}, so there is no full batch to train on"
+            )
+        if before != (self.train_counts, self.val_counts):
+            rank_zero_info(f"Training data: {self.train_counts}")
+            if self.val_counts:
+                rank_zero_info(f"Validation data: {self.val_counts}")
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        if self._train_set is None:
+            raise RuntimeError("TextDataModule has no data yet: call setup() first")
+        return global_batch_loader(
+            self._train_set,
+            global_batch_size=self.global_batch_size,
+            shuffle=self._shuffle,
+            drop_last=True,
+            seed=self._seed,
+            num_workers=self._num_workers,
+        )
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        if self._val_set is None:
+            return []
+        return global_batch_loader(
+            self._val_set,
+            global_batch_size=self.global_batch_size,
+            shuffle=False,
+            drop_last=False,
+            seed=self._seed,
+            num_workers=self._num_workers,
+        )
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any] | list[Any]:
+        return self.val_dataloader()
+
+    def _load(self, option: str, *, retry: bool) -> TokenCache | None:
+        patterns = self._data if option == "data" else self._val_data
+        if not patterns:
+            return None
+        files = find_files(patterns, option=option)
+        if self._append_eos and self.tokenizer.eos_id is None:
+            raise ValueError(
+                f"append_eos=True, but tokenizer={self._tokenizer_directory!r} has no end-of-text"
+                " token: set append_eos=False, or give the tokenizer an eos_token"
+            )
+        source = CacheSource(tuple(files), self._text_field, self._append_eos)
+        return load_or_build(
+            source, self.tokenizer, _cache_root(self._cache_dir), retry=retry, progress=retry
+        )
+
+    def _samples(
+        self, option: str, cache: TokenCache, chosen: NDArray[np.bool_]
+    ) -> tuple[TokenRanges, DocumentCounts]:
+        """Samples of the chosen documents, ``[num_documents]``; refuses to make none."""
+        ends = np.asarray(cache.documents["end"])
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
+        self._refuse_long(option, cache, np.flatnonzero(chosen & (ends - starts > self.max_length)))
+        pieces = cut_documents(
+            starts[chosen],
+            ends[chosen],
+            max_length=self.max_length,
+            min_length=self._min_length,
+            long_documents=self._long_documents,
+            replaced_bytes=int(cache.documents["num_replaced"][chosen].sum()),
+        )
+        if len(pieces.starts) == 0:
+            raise ValueError(
+                f"{option}: {pieces.counts}: nothing is left (val_fraction={self._val_fraction},"
+                f" min_length={self._min_length}, max_length={self.max_length},"
+                f" long_documents={self._long_documents!r})"
+            )
+        samples = TokenRanges(cache.tokens_file, cache.dtype, pieces.starts, pieces.ends)
+        return samples, pieces.counts
+
+    def _refuse_long(self, option: str, cache: TokenCache, too_long: NDArray[np.int64]) -> None:
+        if self._long_documents != "error" or len(too_long) == 0:
+            return
+        first = int(too_long[0])
+        start = int(cache.documents["end"][first - 1]) if first else 0
+        raise ValueError(
+            f"{option}: {cache.name_of(first)} has {int(cache.documents['end'][first]) - start}"
+            f" tokens, above max_length={self.max_length}, as {len(too_long)} of"
+            f" {len(cache.documents)} documents do: raise max_length, or set long_documents to"
+            " split, truncate or drop"
+        )
+
+
+def _as_list(option: str, patterns: list[str] | str) -> list[str]:
+    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not listed or not all(listed):
+        raise ValueError(
+            f"{option}={patterns!r}: give one path or glob or more, none of them empty"
+        )
+    return listed
+
+
+def _cache_root(cache_dir: str | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    # The XDG base directory specification: a value that is empty or not absolute does not count.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "lightning-dcp" / "text"

@@ -1,0 +1,25 @@
+"""Forward and backward over a plan, the optimizer, and full checkpoints of sharded states."""
+
+from lightning_dcp.engine.checkpoint import (
+    full_model_state,
+    full_optimizer_state,
+    load_full_model_state,
+    load_full_optimizer_state,
+)
+from lightning_dcp.engine.ddp import wrap_ddp
+from lightning_dcp.engine.engine import DynamicCPEngine, PlanSettings, StepResult
+from lightning_dcp.engine.optimizer import MegatronOptimizer, OptimizerSettings, build_optimizer
+
+__all__ = [
+    "DynamicCPEngine",
+    "MegatronOptimizer",
+    "OptimizerSettings",
+    "PlanSettings",
+    "StepResult",
+    "build_optimizer",
+    "full_model_state",
+    "full_optimizer_state",
+    "load_full_model_state",
+    "load_full_optimizer_state",
+    "wrap_ddp",
+]

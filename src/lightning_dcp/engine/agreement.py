@@ -1,0 +1,61 @@
+"""Makes sure that all ranks hold the same batch, and that an error on one is an error on all."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def agree_on_lengths(
+    lengths: np.ndarray | None, error: Exception | None, group: dist.ProcessGroup
+) -> None:
+    """Compares a checksum of the lengths over ``group``; a collective.
+
+    A rank that refused its batch takes part as well, so that nobody waits for it.
+
+    Args:
+        lengths: ``[num_samples]`` of this rank's global batch; None where it was refused.
+        error: Why this rank refused its batch, or None.
+        group: A gloo group of all ranks.
+
+    Raises:
+        Exception: ``error`` itself, on the rank that had it.
+        ValueError: Another rank refused its batch, or the batches differ; on every rank.
+    """
+    mine = torch.zeros(1, 4, dtype=torch.int64)
+    if error is not None or lengths is None:
+        mine[0, 0] = 1
+    else:
+        lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+        mine[0, 1:] = torch.tensor([len(lengths), lengths.sum(), zlib.crc32(lengths.tobytes())])
+    table = torch.zeros(dist.get_world_size(group), 4, dtype=torch.int64)
+    dist.all_gather_single(table, mine, group=group)
+    if bool(table[:, 0].any()):
+        _raise_refusals(error, group)
+    different = (table != table[0]).any(dim=1).nonzero().flatten().tolist()
+    if different:
+        rank = different[0]
+        raise ValueError(
+            "The ranks hold different global batches: rank 0 has "
+            f"{_describe(table[0])}, rank {rank} has {_describe(table[rank])}. Every rank plans "
+            "the whole global batch, so that each must load the same one: leave "
+            "Trainer(use_distributed_sampler=True) as it is, or make a sampler of your own give "
+            "all ranks the same samples in the same order."
+        )
+
+
+def _describe(row: torch.Tensor) -> str:
+    _, samples, tokens, checksum = row.tolist()
+    return f"{samples} samples of {tokens} tokens (checksum of lengths {checksum:08x})"
+
+
+def _raise_refusals(error: Exception | None, group: dist.ProcessGroup) -> None:
+    messages: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, None if error is None else str(error), group=group)
+    if error is not None:
+        raise error
+    rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
+    raise ValueError(f"Rank {rank} refused its batch: {message}")

@@ -1,0 +1,39 @@
+"""Wraps the model in Megatron-Core's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
+
+from lightning_dcp.parallel import ParallelContext, quiet_megatron
+
+
+def wrap_ddp(
+    model: torch.nn.Module,
+    context: ParallelContext,
+    *,
+    use_distributed_optimizer: bool = True,
+    overlap_grad_reduce: bool = False,
+) -> DistributedDataParallel:
+    """Megatron-Core's DDP around ``model``, with weights made equal over the pool.
+
+    Gradients add up in float32 buffers and are reduced once a step, over all DPxCP ranks.
+
+    Args:
+        model: The Megatron-Core model.
+        context: The parallel state.
+        use_distributed_optimizer: Reduce-scatter gradients for an optimizer with sharded states.
+        overlap_grad_reduce: Reduce while the last micro-batch's backward pass runs.
+    """
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=use_distributed_optimizer,
+        overlap_grad_reduce=overlap_grad_reduce,
+    )
+    with quiet_megatron():
+        ddp = DistributedDataParallel(
+            get_model_config(model), config, model, pg_collection=context.pg_collection
+        )
+    ddp.broadcast_params()
+    return ddp

@@ -1,0 +1,233 @@
+"""One optimizer step's forward and backward passes over a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from torch import Tensor
+
+from lightning_dcp.engine.agreement import agree_on_lengths
+from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
+from lightning_dcp.parallel import ParallelContext, bind_micro_batch
+from lightning_dcp.planning import Plan, plan_global_batch
+
+MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+"""Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """How a global batch becomes a plan.
+
+    Attributes:
+        max_seqlen_per_dp_cp_rank: The rows that a rank may hold of one micro-batch (the cap).
+        planner: Name of a planner.
+        context_parallel_size: CP size of the ``static`` planner.
+    """
+
+    max_seqlen_per_dp_cp_rank: int
+    planner: str = "balanced"
+    context_parallel_size: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A checked global batch and its plan.
+
+    Attributes:
+        batch: The batch.
+        plan: The plan, the same on every rank.
+    """
+
+    batch: GlobalBatch
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gives back; the same on every rank.
+
+    Attributes:
+        loss: float32 scalar, detached: the mean loss of the global batch's target tokens.
+        num_tokens: int64 scalar tensor: target tokens of the global batch.
+        plan: The plan that ran.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    plan: Plan
+
+
+class DynamicCPEngine:
+    """Plans a global batch, packs this rank's share and runs it.
+
+    Args:
+        context: The parallel state.
+        settings: How to plan.
+    """
+
+    def __init__(self, context: ParallelContext, settings: PlanSettings) -> None:
+        self.context = context
+        self.settings = settings
+
+    def prepare(self, batch: Mapping[str, Any], *, vocab_size: int | None = None) -> PlannedBatch:
+        """Checks a global batch, compares it over all ranks and plans it; a collective.
+
+        Args:
+            batch: As ``read_global_batch`` takes it; the same on every rank.
+            vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
+
+        Raises:
+            TypeError: As ``read_global_batch``.
+            ValueError: As ``read_global_batch`` and ``plan_global_batch``, or the ranks hold
+                different batches. What is wrong on one rank is an error on every rank.
+        """
+        prepared: PlannedBatch | None = None
+        error: Exception | None = None
+        try:
+            read = read_global_batch(batch, vocab_size=vocab_size)
+            prepared = PlannedBatch(read, self._plan(read))
+        except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
+            error = refused
+        lengths = None if prepared is None else prepared.batch.lengths
+        agree_on_lengths(lengths, error, self.context.host_group)
+        assert prepared is not None
+        return prepared
+
+    def _plan(self, batch: GlobalBatch) -> Plan:
+        return plan_global_batch(
+            batch.lengths,
+            num_ranks=self.context.sizes.dp_cp_size,
+            max_seqlen_per_dp_cp_rank=self.settings.max_seqlen_per_dp_cp_rank,
+            planner=self.settings.planner,
+            tp_size=self.context.sizes.tensor_model_parallel_size,
+            context_parallel_size=self._static_size(),
+        )
+
+    def _static_size(self) -> int | None:
+        """Only the static planner takes a CP size; the others choose it."""
+        static = self.settings.planner == "static"
+        return self.settings.context_parallel_size if static else None
+
+    def micro_batches(self, planned: PlannedBatch) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, one a step of the plan, bound and on its device."""
+        rank = self.context.pool_rank
+        for step in planned.plan.steps:
+            group = step.group_of(rank)
+            micro_batch = pack_micro_batch(
+                planned.batch,
+                group.sample_ids,
+                cp_size=group.size,
+                cp_rank=rank - group.first_rank,
+                tp_size=self.context.sizes.tensor_model_parallel_size,
+            )
+            micro_batch.to(self.context.device, non_blocking=True)
+            yield bind_micro_batch(micro_batch, self.context.cp_groups)
+
+    def train_step(
+        self,
+        ddp: DistributedDataParallel,
+        planned: PlannedBatch,
+        micro_batch_step: MicroBatchStep,
+        *,
+        force_all_reduce: bool = False,
+    ) -> StepResult:
+        """Runs forward and backward; leaves reduced, divided gradients in ``main_grad``.
+
+        Gradients of all micro-batches add up in the DDP buffers, are reduced once over the DPxCP
+        ranks, and divided by the target tokens of the whole global batch.
+
+        Args:
+            ddp: The model, wrapped; its buffers are zeroed first.
+            planned: From :meth:`prepare`.
+            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank.
+            force_all_reduce: Leave whole gradients on every rank, also where the distributed
+                optimizer needs only a shard.
+        """
+        _zero_gradients(ddp)
+        ddp.force_all_reduce = force_all_reduce
+        totals = _Totals(self.context.device)
+        num_steps = len(planned.plan.steps)
+        for index, micro_batch in enumerate(self.micro_batches(planned)):
+            with nullcontext() if index == num_steps - 1 else ddp.no_sync():
+                loss_sum, num_tokens = _checked(micro_batch_step(micro_batch))
+                loss_sum.backward()
+            totals.add(loss_sum, num_tokens)
+        num_tokens = totals.num_tokens.clone()
+        # Reduces the gradients, sums `num_tokens` over the pool in place, and divides by it.
+        finalize_model_grads(
+            [ddp],
+            num_tokens,
+            pg_collection=self.context.pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+        return totals.result(self.context, planned.plan)
+
+    @torch.no_grad()
+    def eval_step(self, planned: PlannedBatch, micro_batch_step: MicroBatchStep) -> StepResult:
+        """The forward passes alone; every rank must take part.
+
+        Args:
+            planned: From :meth:`prepare`.
+            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank.
+        """
+        totals = _Totals(self.context.device)
+        for micro_batch in self.micro_batches(planned):
+            totals.add(*_checked(micro_batch_step(micro_batch)))
+        return totals.result(self.context, planned.plan)
+
+
+def _zero_gradients(ddp: DistributedDataParallel) -> None:
+    """Zeroes the buffers, and drops what the last optimizer step left in ``grad``.
+
+    Megatron-Core's optimizers point ``grad`` at ``main_grad``: DDP's hook would add it once more.
+    """
+    ddp.zero_grad_buffer()
+    for parameter in ddp.module.parameters():
+        parameter.grad = None
+
+
+class _Totals:
+    """Sums of this rank, and their reduction; nothing waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_tokens = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, loss_sum: Tensor, num_tokens: Tensor) -> None:
+        self.loss_sum += loss_sum.detach()
+        self.num_tokens += num_tokens
+
+    def result(self, context: ParallelContext, plan: Plan) -> StepResult:
+        both = torch.stack((self.loss_sum, self.num_tokens.double()))
+        dist.all_reduce(both, group=context.pg_collection.dp_cp)
+        mean = both[0] / both[1].clamp(min=1)
+        return StepResult(mean.float(), both[1].long(), plan)
+
+
+def _checked(output: Any) -> tuple[Tensor, Tensor]:
+    """What a user's step returned, or an error that says what it has to return."""
+    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor)):
+        raise TypeError(
+            "micro_batch_step must return (loss sum, number of target tokens), found "
+            f"{type(output).__name__}."
+        )
+    loss_sum, num_tokens = output
+    if loss_sum.dim() != 0:
+        raise ValueError(
+            "The loss of micro_batch_step must be a scalar: the sum over this rank's target "
+            f"tokens, found shape {tuple(loss_sum.shape)}."
+        )
+    if torch.is_grad_enabled() and not loss_sum.requires_grad:
+        raise ValueError(
+            "The loss of micro_batch_step does not depend on the model. Without a target token it "
+            "must still be made from the model's output, and be zero: the other ranks of the CP "
+            "group wait for this one's backward pass."
+        )
+    return loss_sum, torch.as_tensor(num_tokens)

@@ -1,0 +1,141 @@
+"""Megatron-Core's optimizer, with the face of a torch optimizer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from lightning_dcp.parallel import ParallelContext, quiet_megatron
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The optimizer: AdamW or SGD, by Megatron-Core."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """AdamW, or SGD with momentum."""
+    lr: float = 3e-4
+    """Highest learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; biases and norms are left out."""
+    adam_beta1: float = 0.9
+    """Decay of Adam's first moment."""
+    adam_beta2: float = 0.95
+    """Decay of Adam's second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of Adam's second moment."""
+    sgd_momentum: float = 0.9
+    """SGD's momentum."""
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.weight_decay < 0:
+            raise ValueError(
+                f"lr and weight_decay must not be negative, found {self.lr} and "
+                f"{self.weight_decay}."
+            )
+
+    def to_megatron(self) -> OptimizerConfig:
+        """Megatron-Core's config of this optimizer."""
+        return OptimizerConfig(**vars(self))
+
+
+def build_optimizer(
+    ddp: DistributedDataParallel,
+    context: ParallelContext,
+    config: OptimizerConfig,
+    *,
+    clip_grad: float = 0.0,
+) -> MegatronOptimizer:
+    """Megatron-Core's optimizer for a wrapped model.
+
+    Args:
+        ddp: The model, wrapped.
+        context: The parallel state.
+        config: What the optimizer is; precision, sharding and clipping are set here.
+        clip_grad: The global norm that gradients are clipped to; 0 leaves them alone.
+    """
+    bf16 = ddp.config.params_dtype == torch.bfloat16
+    config.bf16 = bf16
+    config.params_dtype = ddp.config.params_dtype
+    config.clip_grad = clip_grad
+    config.use_distributed_optimizer = ddp.ddp_config.use_distributed_optimizer
+    with quiet_megatron():
+        inner = get_megatron_optimizer(
+            config,
+            [ddp],
+            pg_collection=context.pg_collection,
+            use_gloo_process_groups=False,
+        )
+    _apply_multipliers(inner, config)
+    return MegatronOptimizer(inner)
+
+
+def _apply_multipliers(inner: Any, config: OptimizerConfig) -> None:
+    """Does once what Megatron-Core's own LR scheduler does at every step.
+
+    Groups carry ``wd_mult`` 0 for biases and norms, and only that scheduler reads it: under a torch
+    scheduler they would be decayed like any other weight.
+    """
+    for group in inner.param_groups:
+        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+        group["lr"] = config.lr * group.get("lr_mult", 1.0)
+
+
+class MegatronOptimizer(torch.optim.Optimizer):
+    """What Lightning and torch's LR schedulers need of an optimizer, around Megatron-Core's.
+
+    Attributes:
+        inner: Megatron-Core's optimizer.
+        grad_norm: Global norm of the gradients of the last step, before clipping.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        # Not `super().__init__`: parameters and states are the inner optimizer's.
+        self.inner = inner
+        self.defaults: dict[str, Any] = {}
+        # Stays empty: sharded states are saved and restored whole, by the strategy.
+        self.state = defaultdict(dict)
+        self.grad_norm: float | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch has a field
+        """The inner optimizer's groups, the very dicts: a scheduler's new ``lr`` is used."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Runs ``closure`` (forward and backward), then clips and updates the weights.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: Megatron-Core refused the update: a gradient is infinite or NaN.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        successful, self.grad_norm, _ = self.inner.step()
+        if not successful:
+            raise RuntimeError(
+                "The optimizer found an infinite or NaN gradient and left the weights as they "
+                "were. Look at the last batch's loss, or lower the learning rate."
+            )
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the engine zeroes gradients at the start of a step.
+
+        Lightning zeroes between ``training_step``, in which our backward passes run, and
+        ``backward``, which has nothing left to do: it would wipe the gradients just made.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"

@@ -1,0 +1,170 @@
+"""Which rows have a target, and what each of them needs: checked once, read chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """The rows that count.
+
+    On the CPU only these are computed (``index``). On a GPU their number would have to travel to
+    the host, so every row is computed, the others with zeros for hidden states (``valid``), and
+    their results are selected away.
+
+    Attributes:
+        num_rows: Rows of the caller's tensors.
+        labels: Global target ids [n].
+        inverse_temperature: 1 / temperature [n] or [1], None for a temperature of 1.
+        index: Positions of the n rows among the caller's, None if n is ``num_rows``.
+        valid: Whether each row counts [num_rows], None if all do.
+    """
+
+    num_rows: int
+    labels: Tensor
+    inverse_temperature: Tensor | None
+    index: Tensor | None
+    valid: Tensor | None
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def hidden(self, hidden: Tensor, rows: slice) -> Tensor:
+        """The hidden states [n, h] of ``rows``, finite where a row does not count."""
+        if self.index is not None:
+            return hidden.index_select(0, self.index[rows])
+        if self.valid is not None:
+            return torch.where(self.valid[rows, None], hidden[rows], hidden.new_zeros(()))
+        return hidden[rows]
+
+    def select(self, values: Tensor) -> Tensor:
+        """Per-row ``values`` [num_rows] as [n], zero where a row does not count."""
+        if self.index is not None:
+            return values.index_select(0, self.index)
+        return values if self.valid is None else torch.where(self.valid, values, 0)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """The inverse of :meth:`select`: [n, ...] to [num_rows, ...], zero in other rows."""
+        if self.index is not None:
+            full = values.new_zeros(self.num_rows, *values.shape[1:])
+            return full.index_copy_(0, self.index, values)
+        return values if self.valid is None else torch.where(self.valid, values, 0)
+
+    def store(self, target: Tensor, rows: slice, values: Tensor) -> None:
+        """Writes ``values`` [n, h] of ``rows`` to their places in ``target`` [num_rows, h]."""
+        if self.index is not None:
+            target.index_copy_(0, self.index[rows], values)
+        else:
+            target[rows] = values
+
+
+def target_rows(
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    loss_mask: Tensor | None,
+    temperature: float | Tensor | None,
+    dtype: torch.dtype,
+    compact: bool,
+) -> TargetRows:
+    """Finds the rows with a target.
+
+    Args:
+        labels: Global ids [rows].
+        vocab_size: Real vocabulary.
+        loss_mask: Rows that count [rows].
+        temperature: A number or [rows].
+        dtype: Of the statistics.
+        compact: Leave out the other rows, so that shapes depend on values: not without a
+            synchronisation on a GPU.
+    """
+    _check_mask(loss_mask)
+    valid = _valid_rows(labels, loss_mask)
+    check_labels(labels, vocab_size=vocab_size, loss_mask=loss_mask)
+    inverse = _inverse_temperature(temperature, valid, dtype)
+    num_rows = labels.shape[0]
+    if not compact:
+        return TargetRows(num_rows, torch.where(valid, labels, 0), inverse, None, valid)
+    if bool(valid.all()):
+        return TargetRows(num_rows, labels, inverse, None, None)
+    index = valid.nonzero().squeeze(1)
+    if inverse is not None and inverse.numel() > 1:
+        inverse = inverse[index]
+    return TargetRows(num_rows, labels[index], inverse, index, valid)
+
+
+def check_labels(labels: Tensor, *, vocab_size: int, loss_mask: Tensor | None = None) -> None:
+    """Refuses labels that are neither ignored nor in the vocabulary.
+
+    Args:
+        labels: Global ids [rows]; ``IGNORE_INDEX`` marks a row without a target.
+        vocab_size: Real (unpadded) vocabulary.
+        loss_mask: Rows that count [rows]; others may hold any label.
+
+    Raises:
+        ValueError: On the CPU. On another device the check is an asynchronous assertion, which
+            fails at the next synchronisation: call this on ``labels.cpu()`` to see which label.
+    """
+    bad = _valid_rows(labels, loss_mask) & ((labels < 0) | (labels >= vocab_size))
+    what = f"outside the vocabulary (0 to {vocab_size - 1}) and not {IGNORE_INDEX} (ignored)"
+    if labels.device.type != "cpu":
+        torch._assert_async(~bad.any(), f"labels: a label is {what}")
+    elif bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"labels[{row}] is {int(labels[row])}, {what}; {int(bad.sum())} of {labels.numel()} "
+            f"labels are. Set rows without a target to {IGNORE_INDEX}"
+        )
+
+
+def _check_mask(loss_mask: Tensor | None) -> None:
+    if loss_mask is None or loss_mask.dtype == torch.bool:
+        return
+    bad = (loss_mask != 0) & (loss_mask != 1)
+    if loss_mask.device.type != "cpu":
+        torch._assert_async(~bad.any(), "loss_mask: a value is neither 0 nor 1")
+    elif bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"loss_mask[{row}] is {float(loss_mask[row])}: a mask holds 0 and 1 only. Multiply the "
+            f"losses of reduction='none' by other weights"
+        )
+
+
+def _valid_rows(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    valid = labels != IGNORE_INDEX
+    return valid if loss_mask is None else valid & (loss_mask != 0)
+
+
+def _inverse_temperature(
+    temperature: float | Tensor | None, valid: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    if temperature is None:
+        return None
+    if not isinstance(temperature, Tensor):
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise ValueError(f"temperature is {temperature}: it must be finite and above 0")
+        return (
+            None
+            if temperature == 1
+            else torch.tensor([1 / temperature], dtype=dtype).to(valid.device)
+        )
+    # Rows without a target may hold anything, zeros of a padded batch for one.
+    temperature = torch.where(valid, temperature.to(dtype), 1)
+    fine = (temperature > 0) & temperature.isfinite()
+    if valid.device.type != "cpu":
+        torch._assert_async(fine.all(), "temperature: a value is not finite and above 0")
+    elif not bool(fine.all()):
+        row = int((~fine).nonzero()[0])
+        raise ValueError(
+            f"temperature[{row}] is {float(temperature[row])}: every row with a target needs a "
+            f"finite temperature above 0"
+        )
+    return temperature.reciprocal()

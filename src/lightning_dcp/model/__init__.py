@@ -1,0 +1,7 @@
+"""The model: Megatron-Core's GPTModel, with attention for packed sequences under any CP group."""
+
+from lightning_dcp.model.build import build_gpt_model
+from lightning_dcp.model.config import ModelConfig
+from lightning_dcp.model.outputs import HiddenStates, hidden_states
+
+__all__ = ["HiddenStates", "ModelConfig", "build_gpt_model", "hidden_states"]

@@ -1,0 +1,187 @@
+"""Attention for packed sequences under the CP group of the micro-batch, in PyTorch.
+
+It serves the CPU, and it is what TransformerEngine's attention is to be compared with. Keys and
+values of the group are gathered once a layer (the backward pass scatters their gradients with one
+reduction), and every chunk of a rank's zigzag attends to the tokens before it in its own sequence:
+padding lies at a sequence's end, so causality alone keeps it away from tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from lightning_dcp.packing import PackLayout
+from lightning_dcp.parallel.binding import BoundSequences
+
+
+class PackedAttention(MegatronModule):
+    """Megatron-Core's core attention for the THD format, causal, grouped-query, any CP group."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_type != "self" or attn_mask_type is not AttnMaskType.causal:
+            raise ValueError(
+                f"PackedAttention is causal self-attention, found {attention_type} attention with "
+                f"a {attn_mask_type.name} mask."
+            )
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: BoundSequences | None = None,
+    ) -> Tensor:
+        """Attends; shapes are per rank.
+
+        Args:
+            query: ``[rows, heads, width]``.
+            key: ``[rows, groups, width]``; ``heads`` is a multiple of ``groups``.
+            value: ``[rows, groups, width]``.
+            attention_mask: Not used: the layout of the pack is the mask.
+            attn_mask_type: Not used, as above.
+            attention_bias: Must be None.
+            packed_seq_params: The boundaries of the pack, bound to its CP group.
+
+        Returns:
+            ``[rows, heads * width]``.
+
+        Raises:
+            TypeError: ``packed_seq_params`` was not made by ``bind_micro_batch``.
+            NotImplementedError: An attention bias.
+        """
+        if not isinstance(packed_seq_params, BoundSequences):
+            raise TypeError(
+                "PackedAttention needs the packed_seq_params of a bound micro-batch, found "
+                f"{type(packed_seq_params).__name__}. Run the model on micro-batches of the engine."
+            )
+        if attention_bias is not None:
+            raise NotImplementedError("PackedAttention has no attention bias.")
+        layout = packed_seq_params.layout
+        key, value = gather_sequences(key, value, packed_seq_params)
+        output = attend_packed(query, key, value, layout, scale=self.softmax_scale)
+        return output.flatten(1)
+
+
+def gather_sequences(
+    key: Tensor, value: Tensor, sequences: BoundSequences
+) -> tuple[Tensor, Tensor]:
+    """The keys and values of the whole group, in token order.
+
+    Args:
+        key: ``[rows, groups, width]`` of this rank.
+        value: The same of the values.
+        sequences: The bound boundaries.
+
+    Returns:
+        Two tensors ``[padded tokens of the pack, groups, width]``.
+    """
+    if sequences.layout.cp_size == 1:
+        return key, value
+    both = _AllGatherRows.apply(torch.stack((key, value), dim=1), sequences.cp_group)
+    gathered = both.index_select(0, sequences.gather_index(both.device))
+    return gathered[:, 0], gathered[:, 1]
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention of a rank's rows to the whole sequences of a pack.
+
+    Args:
+        query: ``[rows, heads, width]``, the rows of ``layout``'s rank.
+        key: ``[padded tokens, groups, width]`` in token order.
+        value: The same of the values.
+        layout: The pack.
+        scale: Of the scores; ``1 / sqrt(width)`` by default.
+
+    Returns:
+        ``[rows, heads, width]``.
+    """
+    outputs = []
+    for first_row, num_rows, first_token, num_tokens in _chunks(layout):
+        outputs.append(
+            _attend(
+                query[first_row : first_row + num_rows],
+                key[first_token : first_token + num_tokens],
+                value[first_token : first_token + num_tokens],
+                scale,
+            )
+        )
+    return torch.cat(outputs)
+
+
+def _chunks(layout: PackLayout) -> list[tuple[int, int, int, int]]:
+    """For each chunk of this rank: its rows (first, number) and the tokens up to its end."""
+    chunks = []
+    tokens, rows = layout.cu_seqlens_padded.tolist(), layout.row_starts.tolist()
+    for index, padded in enumerate(layout.padded_lengths.tolist()):
+        if layout.cp_size == 1:
+            chunks.append((rows[index], padded, tokens[index], padded))
+            continue
+        size = padded // (2 * layout.cp_size)
+        for half, chunk in enumerate((layout.cp_rank, 2 * layout.cp_size - 1 - layout.cp_rank)):
+            chunks.append((rows[index] + half * size, size, tokens[index], (chunk + 1) * size))
+    return chunks
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """``query`` is the last rows of the sequence that ``key`` and ``value`` are the start of."""
+    num_rows, num_tokens = query.shape[0], key.shape[0]
+    square = num_rows == num_tokens
+    mask = None
+    if not square:
+        # Aligned to the lower right corner; SDPA's `is_causal` aligns to the upper left.
+        mask = torch.ones(num_rows, num_tokens, dtype=torch.bool, device=query.device)
+        mask = mask.tril(num_tokens - num_rows)
+    output = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=square,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[0].transpose(0, 1)
+
+
+class _AllGatherRows(torch.autograd.Function):
+    """Rows of all ranks of the group, rank by rank; the gradient is summed back to each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
+        dist.all_gather_single(gathered, rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grad_outputs
+        own = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
+        dist.reduce_scatter_single(own, grad.contiguous(), group=ctx.group)
+        return own, None

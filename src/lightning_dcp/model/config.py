@@ -1,0 +1,148 @@
+"""The model's sizes: a small typed config, and Megatron-Core's config made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from lightning_dcp.parallel.sizes import ParallelSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of a decoder with rope, RMSNorm and a gated MLP (Llama, Qwen)."""
+
+    num_layers: int = 4
+    """Transformer layers."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    num_attention_heads: int = 8
+    """Query heads."""
+    num_query_groups: int | None = None
+    """Key and value heads (grouped-query attention); as many as query heads by default."""
+    kv_channels: int | None = None
+    """Width of a head; hidden_size / num_attention_heads by default."""
+    ffn_hidden_size: int | None = None
+    """Width of the gated MLP; 8 / 3 of hidden_size, rounded up to a multiple of 64, by default."""
+    vocab_size: int = 257
+    """Token ids are 0 to vocab_size - 1; 257 is the byte-level tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding's rows are padded to a multiple of this; padding rows never count."""
+    rotary_base: float = 10000.0
+    """Base of the rotary position embedding."""
+    qk_layernorm: bool = False
+    """RMSNorm on the heads of queries and keys (Qwen3)."""
+    tie_word_embeddings: bool = False
+    """Whether the output layer shares the embedding's weights."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+            "ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, found {value}.")
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}. Change one of them, or give kv_channels."
+            )
+        if self.head_width % 2:
+            raise ValueError(f"The width of a head must be even for rope, found {self.head_width}.")
+        if self.num_attention_heads % self.query_groups:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_query_groups={self.query_groups}."
+            )
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the gated MLP."""
+        return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 64)) * 64
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // multiple) * multiple
+
+    def check_tensor_parallel(self, tp_size: int) -> None:
+        """Refuses a tensor-parallel size that does not divide what it splits.
+
+        Raises:
+            ValueError: It does not divide the heads, query groups, MLP width or padded vocabulary.
+        """
+        for name, value in (
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_query_groups", self.query_groups),
+            ("ffn_hidden_size", self.ffn_width),
+            ("the padded vocabulary (make_vocab_size_divisible_by)", self.padded_vocab_size),
+        ):
+            if value % tp_size:
+                raise ValueError(
+                    f"tensor_model_parallel_size={tp_size} does not divide {name}={value}."
+                )
+
+
+def transformer_config(
+    config: ModelConfig, sizes: ParallelSizes, *, dtype: torch.dtype, cpu: bool, fused: bool
+) -> TransformerConfig:
+    """Megatron-Core's config of the model.
+
+    Args:
+        config: The model's sizes.
+        sizes: The parallel sizes of the run.
+        dtype: Of the weights: ``torch.float32`` or ``torch.bfloat16``.
+        cpu: Whether the run is in CPU mode.
+        fused: Whether TransformerEngine's kernels serve the model.
+    """
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.query_groups,
+        kv_channels=config.head_width,
+        ffn_hidden_size=config.ffn_width,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.layernorm_epsilon,
+        qk_layernorm=config.qk_layernorm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=config.init_method_std,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Losses are sums of token losses; the engine divides once, by all target tokens.
+        calculate_per_token_loss=True,
+        tensor_model_parallel_size=sizes.tensor_model_parallel_size,
+        pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+        context_parallel_size=sizes.context_parallel_size,
+        expert_model_parallel_size=sizes.expert_model_parallel_size,
+        use_cpu_initialization=cpu,
+        apply_rope_fusion=fused,
+        bias_activation_fusion=not cpu,
+        bias_dropout_fusion=not cpu,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )

@@ -1,0 +1,53 @@
+"""Runs the model on a micro-batch up to the output layer, whose logits are never made here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from lightning_dcp.packing import MicroBatch
+
+
+class HiddenStates(NamedTuple):
+    """What the fused loss needs of a micro-batch.
+
+    Attributes:
+        hidden: ``[rows, hidden_size]``, the same on all tensor-parallel ranks.
+        weight: ``[local vocabulary, hidden_size]``: this rank's slice of the output layer, or of
+            the embedding where the two are tied.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+
+
+def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> HiddenStates:
+    """The last hidden states of a bound micro-batch, and the output layer's weight.
+
+    Args:
+        model: A Megatron-Core GPTModel with its CP hooks installed.
+        micro_batch: A micro-batch with its CP group bound.
+    """
+    result: HiddenStates = model(
+        input_ids=micro_batch.input_ids[None],
+        position_ids=micro_batch.position_ids[None],
+        attention_mask=None,
+        packed_seq_params=micro_batch.packed_seq_params,
+        padding_mask=micro_batch.padding_mask[None],
+        output_processor=_take_hidden_states,
+    )
+    return result
+
+
+def _take_hidden_states(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **rest: Any
+) -> HiddenStates:
+    if output_layer.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group
+        )
+    weight = output_layer.weight if output_weight is None else output_weight
+    return HiddenStates(hidden_states[:, 0], weight)

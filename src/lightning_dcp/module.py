@@ -1,0 +1,185 @@
+"""The LightningModule: a global batch goes through the engine, micro-batches through your step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast, override
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_dcp.engine import OptimizerSettings, StepResult
+from lightning_dcp.loss import linear_cross_entropy
+from lightning_dcp.model import HiddenStates, ModelConfig, build_gpt_model, hidden_states
+from lightning_dcp.packing import MicroBatch
+from lightning_dcp.schedule import LRSchedule
+
+if TYPE_CHECKING:
+    from lightning_dcp.strategy import DynamicCPStrategy
+
+
+class DynamicCPModule(LightningModule):
+    """Trains a decoder on jagged global batches, with a CP size per micro-batch.
+
+    ``training_step`` gives the batch to the strategy, which plans it, packs this rank's share and
+    calls :meth:`micro_batch_step` for every micro-batch. Override that method for another loss, and
+    ``configure_model`` for another Megatron-Core model.
+
+    Args:
+        model: The model's sizes.
+        optimizer: The optimizer.
+        lr_schedule: The course of the learning rate.
+        seed: Of the initial weights; the same weights for any layout of ranks.
+
+    Attributes:
+        model: The Megatron-Core model; None until the Trainer starts.
+        last_step: What the last training step gave: loss, tokens and the plan that ran.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig | None = None,
+        optimizer: OptimizerSettings | None = None,
+        lr_schedule: LRSchedule | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.model_config = model or ModelConfig()
+        self.optimizer_settings = optimizer or OptimizerSettings()
+        self.lr_schedule = lr_schedule or LRSchedule()
+        self.seed = seed
+        self.model: torch.nn.Module | None = None
+        self.last_step: StepResult | None = None
+        self._built_on: Any = None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below this; None leaves them unchecked."""
+        return self.model_config.vocab_size
+
+    @property
+    def _strategy(self) -> DynamicCPStrategy:
+        from lightning_dcp.strategy import DynamicCPStrategy
+
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, DynamicCPStrategy):
+            raise TypeError(
+                f"{type(self).__name__} needs Trainer(strategy=DynamicCPStrategy(...)), found "
+                f"{type(strategy).__name__}."
+            )
+        return strategy
+
+    @override
+    def configure_model(self) -> None:
+        """Builds ``self.model`` on the run's process groups; weights of an earlier run are kept."""
+        strategy = self._strategy
+        if self.model is not None and self._built_on is strategy.context:
+            return
+        kept = None if self.model is None else self.model.state_dict()
+        self.model = build_gpt_model(
+            self.model_config,
+            strategy.context,
+            dtype=strategy.precision_plugin.dtype,
+            seed=self.seed,
+        )
+        self._built_on = strategy.context
+        if kept is not None:
+            self.model.load_state_dict(kept)
+
+    def hidden_states(self, micro_batch: MicroBatch) -> HiddenStates:
+        """The model's last hidden states of a micro-batch and the output layer's weight.
+
+        Args:
+            micro_batch: As :meth:`micro_batch_step` gets it.
+
+        Returns:
+            ``hidden`` ``[rows, hidden_size]`` and ``weight`` ``[local vocabulary, hidden_size]``.
+        """
+        assert self.model is not None
+        return hidden_states(self.model, micro_batch)
+
+    def micro_batch_step(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The loss of one packed micro-batch on this rank; override it for another loss.
+
+        Args:
+            micro_batch: This rank's rows, on its device.
+
+        Returns:
+            The sum of the losses of this rank's target tokens, and how many they are. Nothing is
+            divided here: the engine divides by all target tokens of the global batch. A rank
+            without a target returns zero, made from the model's output.
+        """
+        hidden, weight = self.hidden_states(micro_batch)
+        tp_group = self._strategy.context.pg_collection.tp
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            micro_batch.labels,
+            tp_group=tp_group if tp_group.size() > 1 else None,
+            vocab_size=self.model_config.vocab_size,
+        )
+        return loss, micro_batch.num_tokens
+
+    @override
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        self.last_step = self._strategy.train_on(batch)
+        self.log_step(self.last_step)
+        return self.last_step.loss
+
+    def log_step(self, step: StepResult) -> None:
+        """Logs what a training step gave, once a step; equal on all ranks, so nothing is synced.
+
+        Args:
+            step: The step's result.
+        """
+        sizes = step.plan.cp_sizes()
+        values: dict[str, Tensor | float] = {
+            "tokens": step.num_tokens.float(),
+            "micro_batches": float(len(step.plan.steps)),
+            "cp_size_min": float(min(sizes)),
+            "cp_size_max": float(max(sizes)),
+        }
+        samples = len(step.plan.lengths)
+        self.log("train_loss", step.loss, prog_bar=True, batch_size=samples)
+        self.log_dict(values, prog_bar=True, batch_size=samples)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs the norm of the gradients, which the optimizer step has just found."""
+        grad_norm = getattr(self.optimizers(), "grad_norm", None)
+        if grad_norm is not None:
+            self.log("grad_norm", float(grad_norm), batch_size=1)
+
+    @override
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch, "val_loss")
+
+    @override
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch, "test_loss")
+
+    def _evaluate(self, batch: Mapping[str, Any], name: str) -> None:
+        """Logs the mean over all target tokens of the epoch: batches count by their tokens."""
+        step = self._strategy.evaluate_on(batch)
+        num_tokens = int(step.num_tokens)
+        if num_tokens:
+            self.log(
+                name, step.loss, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=num_tokens
+            )
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Megatron-Core's optimizer and a torch scheduler; one step of both a global batch."""
+        optimizer = self._strategy.build_optimizer(self.optimizer_settings)
+        total = self.lr_schedule.total_steps(self.trainer)
+        scheduler = LambdaLR(optimizer, lambda step: self.lr_schedule.factor(step, total))
+        return cast(
+            OptimizerLRScheduler,
+            {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
+            },
+        )

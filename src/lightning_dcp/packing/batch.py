@@ -1,0 +1,167 @@
+"""A global batch, taken apart and checked once, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dcp.packing.jagged import Jagged, is_jagged, read_jagged
+
+IGNORE_INDEX = -100
+"""Label of a token that is no target, as in ``torch.nn.functional.cross_entropy``."""
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The sequences of one optimizer step; the same on every rank of the DPxCP pool.
+
+    Attributes:
+        input_ids: Token ids.
+        labels: Which token each position holds as a target, unshifted: position ``i`` predicts the
+            label at ``i + 1``. ``IGNORE_INDEX`` is no target. The input ids themselves by default.
+        loss_mask: Which positions are targets, unshifted; None means all.
+        extras: Further keys: jagged ones follow their tokens, dense ones ``[num_samples, ...]``
+            their samples.
+    """
+
+    input_ids: Jagged
+    labels: Jagged
+    loss_mask: Jagged | None = None
+    extras: dict[str, Jagged | Tensor] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """``[num_samples]`` int64: tokens of each sample."""
+        return self.input_ids.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def read_global_batch(batch: Mapping[str, Any], *, vocab_size: int | None = None) -> GlobalBatch:
+    """Takes a batch of a DataModule apart and refuses what cannot be trained on.
+
+    Args:
+        batch: ``input_ids`` as a jagged NestedTensor; optionally ``labels`` and ``loss_mask`` with
+            the same lengths, jagged extras with the same lengths and any trailing shape, and dense
+            per-sample tensors ``[num_samples, ...]``.
+        vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
+
+    Raises:
+        TypeError: The batch is no mapping, ``input_ids`` is not jagged, or a value no tensor.
+        ValueError: An empty batch, an empty sequence, token ids outside the vocabulary, or a key
+            whose lengths are not those of ``input_ids``.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"A batch must be a dict with 'input_ids', found a {type(batch).__name__}.")
+    if "input_ids" not in batch:
+        raise ValueError(f"The batch has no 'input_ids'; its keys are {sorted(batch)}.")
+    tokens = read_jagged(batch["input_ids"], "input_ids")
+    if len(tokens.lengths) == 0:
+        raise ValueError("The batch is empty: 'input_ids' holds no sequence.")
+    if tokens.lengths.min() < 1:
+        where = int(tokens.lengths.argmin())
+        raise ValueError(
+            f"Sample {where} of the batch is empty (length {tokens.lengths[where]}). Leave empty "
+            "sequences out in the DataModule."
+        )
+    rest = {
+        key: _read_key(key, value, batch["input_ids"], tokens)
+        for key, value in batch.items()
+        if key != "input_ids"
+    }
+    labels, loss_mask = (_pop_jagged(rest, key) for key in ("labels", "loss_mask"))
+    if vocab_size is not None:
+        _check_ids(tokens, "input_ids", vocab_size, ignore=False)
+        if labels is not None:
+            _check_ids(labels, "labels", vocab_size, ignore=True)
+    if loss_mask is not None:
+        _check_mask(loss_mask)
+    return GlobalBatch(tokens, tokens if labels is None else labels, loss_mask, rest)
+
+
+def _read_key(key: str, value: Any, input_ids: Any, tokens: Jagged) -> Jagged | Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"'{key}' must be a jagged NestedTensor or a tensor [num_samples, ...], found a "
+            f"{type(value).__name__}."
+        )
+    jagged_value: Any = value
+    if not is_jagged(value):
+        if value.dim() == 0 or value.shape[0] != len(tokens.lengths):
+            raise ValueError(
+                f"'{key}' is a dense tensor of shape {tuple(value.shape)}; a per-sample tensor "
+                f"has {len(tokens.lengths)} rows, one per sample."
+            )
+        return value
+    if (
+        jagged_value.offsets() is input_ids.offsets()
+        and jagged_value.lengths() is input_ids.lengths()
+    ):
+        # Built from the same offsets: the same lengths, without reading them again.
+        return Jagged(value.values(), tokens.starts, tokens.lengths)
+    jagged = read_jagged(value, key)
+    if len(jagged.lengths) != len(tokens.lengths):
+        raise ValueError(
+            f"'{key}' has {len(jagged.lengths)} samples, 'input_ids' has {len(tokens.lengths)}."
+        )
+    differ = np.flatnonzero(jagged.lengths != tokens.lengths)
+    if len(differ):
+        where = int(differ[0])
+        raise ValueError(
+            f"'{key}' of sample {where} has {jagged.lengths[where]} rows, its 'input_ids' "
+            f"{tokens.lengths[where]} tokens. A jagged key needs one row a token."
+        )
+    if np.array_equal(jagged.starts, tokens.starts):
+        # Stored alike: packing then makes one index for both.
+        return Jagged(jagged.values, tokens.starts, tokens.lengths)
+    return jagged
+
+
+def _pop_jagged(rest: dict[str, Jagged | Tensor], key: str) -> Jagged | None:
+    value = rest.pop(key, None)
+    if isinstance(value, Tensor):
+        raise TypeError(f"'{key}' must be a jagged NestedTensor with one row a token.")
+    return value
+
+
+def _check_ids(jagged: Jagged, name: str, vocab_size: int, *, ignore: bool) -> None:
+    """Names the first sample with an id outside the vocabulary; host tensors only.
+
+    On a device the check would wait for it at every step, so that ids are left to the embedding.
+    """
+    values = jagged.values
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise TypeError(f"'{name}' must hold integers, found {values.dtype}.")
+    if values.device.type != "cpu" or values.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(values))
+    if low >= 0 and high < vocab_size:
+        return
+    for sample, (start, length) in enumerate(zip(jagged.starts, jagged.lengths, strict=True)):
+        ids = values[start : start + length]
+        bad = (ids < 0) | (ids >= vocab_size)
+        if ignore:
+            bad &= ids != IGNORE_INDEX
+        if bad.any():
+            where = int(bad.nonzero()[0, 0])
+            raise ValueError(
+                f"'{name}' of sample {sample} holds id {int(ids[where])} at position {where}; the "
+                f"vocabulary has ids 0 to {vocab_size - 1}. Use the tokenizer that the model's "
+                "vocab_size is for, or a larger vocab_size."
+            )
+
+
+def _check_mask(mask: Jagged) -> None:
+    if mask.values.is_floating_point() and mask.values.device.type == "cpu":
+        values = mask.values
+        if not ((values == 0) | (values == 1)).all():
+            raise ValueError(
+                "'loss_mask' must hold 0 and 1 only: it selects targets. Give weights as an extra "
+                "key of the batch and use them in micro_batch_step."
+            )

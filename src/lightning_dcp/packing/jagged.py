@@ -1,0 +1,71 @@
+"""Reading jagged NestedTensors: the one place that knows how lengths are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """A jagged tensor taken apart, with its boundaries on the host.
+
+    Attributes:
+        values: ``[stored rows, ...]``, on the tensor's own device; rows that belong to no sequence
+            may lie between the others.
+        starts: ``[num_samples]`` int64: where each sequence starts in ``values``.
+        lengths: ``[num_samples]`` int64: its number of rows.
+    """
+
+    values: Tensor
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+def is_jagged(value: Any) -> bool:
+    """Whether ``value`` is a NestedTensor with the jagged layout."""
+    return isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
+
+
+def read_jagged(tensor: Any, name: str = "tensor") -> Jagged:
+    """Takes a jagged NestedTensor ``[num_samples, length*, ...]`` apart.
+
+    A tensor that ``narrow`` made is not contiguous: it has lengths of its own, and the differences
+    of its offsets are not its lengths. Both kinds are read here. On a device other than the CPU
+    the boundaries are copied to the host, which waits for the device: once per batch, not per key.
+
+    Args:
+        tensor: The jagged tensor.
+        name: What errors call it.
+
+    Raises:
+        TypeError: Not a jagged NestedTensor, or ragged in another dimension than the first.
+    """
+    if not is_jagged(tensor):
+        found = (
+            f"a dense tensor of shape {tuple(tensor.shape)}"
+            if isinstance(tensor, Tensor) and not tensor.is_nested
+            else f"a {type(tensor).__name__}"
+        )
+        raise TypeError(
+            f"{name} must be a jagged NestedTensor [num_samples, length*, ...], found {found}. "
+            "Build it with torch.nested.nested_tensor(list_of_tensors, layout=torch.jagged)."
+        )
+    ragged_dim: int = getattr(tensor, "_ragged_idx", 1)
+    if ragged_dim != 1:
+        raise TypeError(f"{name} must be ragged in dimension 1, found dimension {ragged_dim}.")
+    offsets = _to_host(tensor.offsets())
+    lengths = tensor.lengths()
+    return Jagged(
+        values=tensor.values(),
+        starts=offsets[:-1],
+        lengths=np.diff(offsets) if lengths is None else _to_host(lengths),
+    )
+
+
+def _to_host(boundaries: Tensor) -> np.ndarray:
+    return boundaries.detach().to("cpu", torch.int64).numpy()

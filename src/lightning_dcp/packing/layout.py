@@ -1,0 +1,128 @@
+"""Where every token of a packed micro-batch lies, from the lengths alone.
+
+The layout is the per-sequence zigzag of context parallelism (Megatron-Core and TransformerEngine,
+THD format): each padded sequence is cut in ``2 * cp_size`` chunks of ``c`` rows, and rank ``r``
+holds chunks ``r`` and ``2 * cp_size - 1 - r`` of every sequence, in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dcp.alignment import row_alignment
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """The rows that one rank of a CP group holds of a pack of sequences.
+
+    Attributes:
+        lengths: Tokens of each sequence, in pack order.
+        cp_size: Ranks of the CP group.
+        cp_rank: This rank's index in the group.
+        tp_size: Tensor-parallel size, which the padding respects.
+    """
+
+    lengths: tuple[int, ...]
+    cp_size: int = 1
+    cp_rank: int = 0
+    tp_size: int = 1
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], *, cp_size: int = 1, cp_rank: int = 0, tp_size: int = 1
+    ) -> PackLayout:
+        """A layout of checked values.
+
+        Raises:
+            ValueError: No sequence, a length below 1, or a rank outside the group.
+        """
+        lengths = tuple(int(length) for length in lengths)
+        if not lengths:
+            raise ValueError("A micro-batch needs at least one sequence, found none.")
+        if min(lengths) < 1:
+            where = int(np.argmin(lengths))
+            raise ValueError(f"Sequence {where} of the pack has length {lengths[where]}.")
+        if not 0 <= cp_rank < cp_size:
+            raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, found {cp_rank}.")
+        return cls(lengths, cp_size, cp_rank, tp_size)
+
+    @cached_property
+    def padded_lengths(self) -> NDArray[np.int64]:
+        """``[num_sequences]`` int64: tokens after padding, over the whole group."""
+        align = row_alignment(self.cp_size, self.tp_size)
+        return -(-np.asarray(self.lengths, np.int64) // align) * align
+
+    @cached_property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """``[num_sequences + 1]`` int32: boundaries of the real lengths."""
+        return _boundaries(np.asarray(self.lengths, np.int64))
+
+    @cached_property
+    def cu_seqlens_padded(self) -> NDArray[np.int32]:
+        """``[num_sequences + 1]`` int32: boundaries of the padded lengths, over the whole group."""
+        return _boundaries(self.padded_lengths)
+
+    @cached_property
+    def row_starts(self) -> NDArray[np.int64]:
+        """``[num_sequences + 1]`` int64: where each sequence starts in this rank's rows."""
+        return self.cu_seqlens_padded.astype(np.int64) // self.cp_size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that each rank of the group holds."""
+        return int(self.row_starts[-1])
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest padded sequence, in tokens over the whole group."""
+        return int(self.padded_lengths.max())
+
+    @cached_property
+    def sequence_of_row(self) -> NDArray[np.int64]:
+        """``[num_rows]`` int64: which sequence of the pack each local row belongs to."""
+        return np.repeat(np.arange(len(self.lengths)), np.diff(self.row_starts))
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """``[num_rows]`` int64: each local row's position in its own sequence, padding included."""
+        row = np.arange(self.num_rows) - self.row_starts[self.sequence_of_row]
+        if self.cp_size == 1:
+            return row
+        chunk = (self.padded_lengths // (2 * self.cp_size))[self.sequence_of_row]
+        # Chunk r becomes the first half of the rows, chunk 2 cp - 1 - r the second.
+        first = self.cp_rank * chunk
+        second = (2 * self.cp_size - 2 - self.cp_rank) * chunk
+        return row + np.where(row < chunk, first, second)
+
+    @cached_property
+    def is_token(self) -> NDArray[np.bool_]:
+        """``[num_rows]`` bool: whether the local row is a token and not padding."""
+        return self.positions < np.asarray(self.lengths, np.int64)[self.sequence_of_row]
+
+    @cached_property
+    def gather_index(self) -> NDArray[np.int64]:
+        """``[padded tokens of the pack]`` int64: token order in the rows of the whole group.
+
+        ``gathered[gather_index]`` is the pack in token order, where ``gathered`` holds the rows of
+        CP rank 0, then those of rank 1, and so on.
+        """
+        sequence = np.repeat(np.arange(len(self.lengths)), self.padded_lengths)
+        position = np.arange(len(sequence)) - self.cu_seqlens_padded[sequence]
+        if self.cp_size == 1:
+            return np.arange(len(sequence))
+        size = (self.padded_lengths // (2 * self.cp_size))[sequence]
+        chunk = position // size
+        is_second = chunk >= self.cp_size
+        rank = np.where(is_second, 2 * self.cp_size - 1 - chunk, chunk)
+        local = self.row_starts[sequence] + position % size + is_second * size
+        return rank * self.num_rows + local
+
+
+def _boundaries(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -1,0 +1,139 @@
+"""Sets up Megatron-Core's parallel state and the dynamic CP groups, and tears them down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from lightning_dcp.parallel.cpu_mode import disable_cpu_mode, enable_cpu_mode
+from lightning_dcp.parallel.groups import DynamicCPGroups
+from lightning_dcp.parallel.sizes import ParallelSizes
+
+
+@dataclass
+class ParallelContext:
+    """Everything of a run that knows about ranks: one object, handed down, no global state of ours.
+
+    Attributes:
+        sizes: The parallel sizes.
+        cp_groups: This rank's CP groups, by size.
+        pg_collection: Megatron-Core's process groups; its ``cp`` is the static CP group.
+        cpu_mode: Whether Megatron-Core runs on the CPU here.
+        host_group: All ranks, as a gloo group: for facts that live on the host, which travel
+            without waiting for a device.
+        destroyed: Whether it was torn down.
+    """
+
+    sizes: ParallelSizes
+    cp_groups: DynamicCPGroups
+    pg_collection: ProcessGroupCollection
+    cpu_mode: bool
+    host_group: dist.ProcessGroup
+    destroyed: bool = False
+
+    @property
+    def pool_rank(self) -> int:
+        """This process's index in its DPxCP pool."""
+        return self.cp_groups.rank
+
+    @property
+    def tp_rank(self) -> int:
+        """This process's index in its tensor-parallel group."""
+        return dist.get_rank(self.pg_collection.tp)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.device("cpu") if self.cpu_mode else torch.device(torch.cuda.current_device())
+
+    def destroy(self) -> None:
+        """Tears down the groups, Megatron-Core's parallel state and CPU mode; harmless twice.
+
+        A model built on this context can then no longer run.
+        """
+        if self.destroyed:
+            return
+        self.destroyed = True
+        self.cp_groups.destroy()
+        dist.destroy_process_group(self.host_group)
+        # Megatron-Core forgets its groups and leaves them open.
+        groups = {id(group): group for group in vars(self.pg_collection).values()}
+        parallel_state.destroy_model_parallel()
+        for group in groups.values():
+            if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        disable_cpu_mode()
+
+
+def setup_parallel(
+    sizes: ParallelSizes,
+    *,
+    current: ParallelContext | None = None,
+    timeout: timedelta | None = None,
+) -> ParallelContext:
+    """Sets up Megatron-Core's parallel state and the dynamic CP groups for ``sizes``.
+
+    The default process group must exist. Where there is no CUDA device, CPU mode is switched on.
+
+    Args:
+        sizes: The parallel sizes.
+        current: What an earlier call returned: given back as it is when it is still in force and
+            has the same sizes, torn down when the sizes differ.
+        timeout: Of the process groups.
+
+    Returns:
+        The context; call its ``destroy`` at the end.
+
+    Raises:
+        RuntimeError: There is no default process group, its size is not the one in ``sizes``, or
+            somebody else has initialised Megatron-Core's parallel state.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("setup_parallel needs torch.distributed.init_process_group first.")
+    if dist.get_world_size() != sizes.world_size:
+        raise RuntimeError(
+            f"The process group has {dist.get_world_size()} ranks, the sizes are for "
+            f"{sizes.world_size}."
+        )
+    if current is not None:
+        if current.sizes == sizes and not current.destroyed:
+            return current
+        current.destroy()
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError(
+            "Megatron-Core's parallel state is initialised already, and not by this run. Call "
+            "megatron.core.parallel_state.destroy_model_parallel() before."
+        )
+    cpu_mode = enable_cpu_mode()
+    try:
+        _initialize_megatron(sizes, timeout)
+        pool = dist.get_process_group_ranks(
+            parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        groups = DynamicCPGroups.create(pool, timeout=timeout)
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        host_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="HOST")
+    except BaseException:
+        parallel_state.destroy_model_parallel()
+        disable_cpu_mode()
+        raise
+    return ParallelContext(sizes, groups, collection, cpu_mode, host_group)
+
+
+def _initialize_megatron(sizes: ParallelSizes, timeout: timedelta | None) -> None:
+    minutes = (
+        {} if timeout is None else {"distributed_timeout_minutes": timeout.total_seconds() / 60}
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor_model_parallel_size,
+        pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+        context_parallel_size=sizes.context_parallel_size,
+        expert_model_parallel_size=sizes.expert_model_parallel_size,
+        create_gloo_process_groups=False,
+        **minutes,
+    )

@@ -1,0 +1,177 @@
+"""What Megatron-Core needs to run where there is no CUDA device, all of it and only there.
+
+Megatron-Core names the CUDA device outright: tensors are made with ``device="cuda"``, buffers on
+``torch.cuda.current_device()``, and the distributed optimizer asks whether ``Tensor.type()`` is
+``"torch.cuda.FloatTensor"``. :func:`enable_cpu_mode` answers all of these with the CPU, so that the
+same classes run under gloo; :func:`disable_cpu_mode` puts everything back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class CudaNamesOnCpu(TorchFunctionMode):
+    """Turns a ``device`` that names CUDA into the CPU, and ``Tensor.type()`` into CUDA's name."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs and _names_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: the CPU runs everything in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _NoForkTracker:
+    """A random-state tracker for a run without dropout: there is no CUDA state to fork."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def reset(self) -> None:
+        pass
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        pass
+
+    def add(self, name: str, seed: int) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        yield
+
+
+def _to_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _cpu_device(*args: Any) -> torch.device:
+    return _CPU
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    return [
+        (torch.cuda, "current_device", _cpu_device),
+        (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "current_stream", _NoStream),
+        (torch.cuda, "Stream", _NoStream),
+        (torch.cuda, "Event", _NoStream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        (torch.Tensor, "cuda", _to_cpu),
+        (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        (
+            megatron_random,
+            "_set_cuda_rng_state",
+            lambda state, *args, **kw: torch.set_rng_state(state),
+        ),
+        (megatron_random, "_CUDA_RNG_STATE_TRACKER", _NoForkTracker()),
+        (megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+    ]
+
+
+class _CpuMode:
+    def __init__(self) -> None:
+        self._mode = CudaNamesOnCpu()
+        self._saved: list[tuple[Any, str, Any]] = []
+
+    def enter(self) -> None:
+        for owner, name, stand_in in _replacements():
+            self._saved.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, stand_in)
+        self._mode.__enter__()
+
+    def exit(self) -> None:
+        self._mode.__exit__(None, None, None)
+        while self._saved:
+            owner, name, original = self._saved.pop()
+            setattr(owner, name, original)
+
+
+_active: _CpuMode | None = None
+
+
+def cpu_mode_is_active() -> bool:
+    """Whether :func:`enable_cpu_mode` is in force in this process."""
+    return _active is not None
+
+
+def enable_cpu_mode() -> bool:
+    """Makes Megatron-Core run on the CPU where there is no CUDA device; harmless when called twice.
+
+    Returns:
+        Whether CPU mode is in force: False where a CUDA device is there, and nothing is touched.
+    """
+    global _active
+    if _active is None and not torch.cuda.is_available():
+        _active = _CpuMode()
+        _active.enter()
+    return _active is not None
+
+
+def disable_cpu_mode() -> None:
+    """Undoes :func:`enable_cpu_mode`; harmless when it is not in force."""
+    global _active
+    if _active is not None:
+        _active.exit()
+        _active = None

@@ -1,0 +1,96 @@
+"""Process groups for every CP size of a DPxCP pool.
+
+Megatron-Core's own dynamic groups need an even pool. These are made for any pool size from 1 up: a
+rank is a member of ``log2(pool) + 2`` groups at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def cp_sizes_of_pool(num_ranks: int) -> list[int]:
+    """The CP sizes that a pool of ``num_ranks`` offers: powers of two, and the whole pool."""
+    sizes = [1 << power for power in range(num_ranks.bit_length()) if 1 << power <= num_ranks]
+    return sizes if sizes[-1] == num_ranks else [*sizes, num_ranks]
+
+
+def all_groups(size: int, num_ranks: int) -> list[range]:
+    """The CP groups of ``size`` in a pool, as pool ranks.
+
+    Args:
+        size: One of :func:`cp_sizes_of_pool`.
+        num_ranks: Ranks of the pool.
+
+    Returns:
+        Contiguous groups, aligned to ``size``; a last group that the pool cannot fill is left out
+        (in a pool of 6 there is one group of 4).
+    """
+    return [range(first, first + size) for first in range(0, num_ranks - size + 1, size)]
+
+
+@dataclass
+class DynamicCPGroups:
+    """The CP groups of this rank, one per CP size that it can be part of.
+
+    Attributes:
+        pool_ranks: Global ranks of the DPxCP pool, in pool order.
+        rank: This process's index in the pool.
+    """
+
+    pool_ranks: tuple[int, ...]
+    rank: int
+    _groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls, pool_ranks: Sequence[int], *, timeout: timedelta | None = None
+    ) -> DynamicCPGroups:
+        """Makes the groups; a collective: every rank of the world calls it.
+
+        Args:
+            pool_ranks: Global ranks of the pool that this process is in, in pool order.
+            timeout: Given to ``torch.distributed.new_group``.
+        """
+        pools: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(pools, list(pool_ranks))
+        groups = cls(tuple(pool_ranks), pool_ranks.index(dist.get_rank()))
+        # `new_group` wants every rank of the world, in one order, members or not. (With
+        # `use_local_synchronization` its names are hashes of the ranks, and making the same groups
+        # again after a teardown meets the stale addresses of the first ones in the store.)
+        for pool in sorted({tuple(pool) for pool in pools}):
+            for size in cp_sizes_of_pool(len(pool)):
+                for members in all_groups(size, len(pool)):
+                    ranks = [pool[member] for member in members]
+                    group = dist.new_group(ranks, timeout=timeout, group_desc=f"DYNAMIC_CP_{size}")
+                    if dist.get_rank() in ranks:
+                        groups._groups[size] = group
+        return groups
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pool."""
+        return len(self.pool_ranks)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The CP sizes of which this rank has a group, ascending."""
+        return tuple(self._groups)
+
+    def __getitem__(self, size: int) -> dist.ProcessGroup:
+        if size not in self._groups:
+            raise ValueError(
+                f"Rank {self.rank} of a pool of {self.num_ranks} has no CP group of {size} ranks; "
+                f"it has groups of {', '.join(map(str, self._groups)) or 'none'}."
+            )
+        return self._groups[size]
+
+    def destroy(self) -> None:
+        """Tears the groups down; harmless when called twice."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()

@@ -1,0 +1,102 @@
+"""From the lengths of a global batch to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dcp.planning.balanced import plan_balanced
+from lightning_dcp.planning.cost import CostModel
+from lightning_dcp.planning.longest_sequence import plan_longest_sequence
+from lightning_dcp.planning.megatron import plan_megatron
+from lightning_dcp.planning.plan import Plan, Step
+from lightning_dcp.planning.problem import Problem, as_lengths, check_positive_int
+from lightning_dcp.planning.static import plan_static
+
+type Planner = Callable[[Problem], Sequence[Step]]
+
+PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
+    {
+        "balanced": plan_balanced,
+        "static": plan_static,
+        "longest_sequence": plan_longest_sequence,
+        "megatron": plan_megatron,
+    }
+)
+
+
+def plan_global_batch(
+    lengths: Sequence[int] | NDArray[np.integer],
+    *,
+    num_ranks: int,
+    max_seqlen_per_dp_cp_rank: int,
+    planner: str | Planner = "balanced",
+    cost_model: CostModel | None = None,
+    tp_size: int = 1,
+    context_parallel_size: int | None = None,
+) -> Plan:
+    """Plans the micro-batches of one global batch on a pool of DPxCP ranks.
+
+    The same arguments give the same plan on every rank.
+
+    Args:
+        lengths: Tokens of each sample of the global batch, without padding.
+        num_ranks: Size of the DPxCP pool, any number from 1 up.
+        max_seqlen_per_dp_cp_rank: The most rows a rank may hold in a step, padding included.
+        planner: ``"balanced"``, ``"static"``, ``"longest_sequence"`` or ``"megatron"``, or a
+            function from a :class:`Problem` to the steps.
+        cost_model: Predicts the time of micro-batches; by default :class:`CostModel`.
+        tp_size: Tensor-parallel size; padded lengths are multiples of it.
+        context_parallel_size: The CP size of ``planner="static"``; by default the smallest that
+            holds every sample.
+
+    Returns:
+        A plan for which :meth:`Plan.validate` holds.
+
+    Raises:
+        TypeError: A length, a size or the cap is no integer.
+        ValueError: The batch is empty, a sample is empty or longer than the pool holds, or an
+            option has a value that cannot work.
+        PlanError: A planner of the user's own returned a plan that breaks a rule.
+        ImportError: ``planner="megatron"`` and the installed Megatron-Core has no scheduler.
+    """
+    name, make_steps = _resolve(planner)
+    if context_parallel_size is not None:
+        context_parallel_size = check_positive_int("context_parallel_size", context_parallel_size)
+        if name in PLANNERS and name != "static":
+            raise ValueError(
+                f"context_parallel_size={context_parallel_size} with planner={name!r}, which "
+                "chooses CP sizes itself: leave it out, or use planner='static'"
+            )
+    problem = Problem(
+        lengths=as_lengths(lengths),
+        num_ranks=check_positive_int("num_ranks", num_ranks),
+        cap=check_positive_int("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank),
+        tp_size=check_positive_int("tp_size", tp_size),
+        context_parallel_size=context_parallel_size,
+        cost_model=cost_model or CostModel(),
+    )
+    plan = Plan(
+        steps=tuple(make_steps(problem)),
+        lengths=problem.lengths,
+        num_ranks=problem.num_ranks,
+        max_seqlen_per_dp_cp_rank=problem.cap,
+        tp_size=problem.tp_size,
+        planner=name,
+    )
+    plan.validate()
+    return plan
+
+
+def _resolve(planner: str | Planner) -> tuple[str, Planner]:
+    if callable(planner):
+        return getattr(planner, "__name__", type(planner).__name__), planner
+    if planner not in PLANNERS:
+        raise ValueError(
+            f"planner={planner!r} is unknown; choose one of {', '.join(map(repr, PLANNERS))}, or "
+            "give a function from a planning Problem to steps"
+        )
+    return planner, PLANNERS[planner]

@@ -1,0 +1,139 @@
+"""Packs, the groups of a step before they have ranks, and how they come to fill the pool."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_dcp.planning.plan import Group, Step
+from lightning_dcp.planning.problem import Problem, total_time
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Samples that form one micro-batch on a CP group of ``size`` ranks."""
+
+    size: int
+    sample_ids: tuple[int, ...]
+
+
+def lay_out(packs: Iterable[Pack]) -> Step:
+    """Gives the packs of a step their ranks.
+
+    Larger groups come first, then the one with the smaller sample id: the sizes before a group
+    are then multiples of its own, so every power-of-two group starts at a multiple of its size.
+    """
+    groups = []
+    first_rank = 0
+    for pack in sorted(packs, key=lambda pack: (-pack.size, min(pack.sample_ids, default=-1))):
+        groups.append(Group(first_rank, pack.size, tuple(sorted(pack.sample_ids))))
+        first_rank += pack.size
+    return Step(tuple(groups))
+
+
+def complete(problem: Problem, packs: Iterable[Pack]) -> list[Pack] | None:
+    """Spreads packs that take fewer ranks than the pool has over all of it.
+
+    As long as ranks are free, the slowest pack that can use some is split in two, or, if it is a
+    single sample, put on twice the ranks.
+
+    Args:
+        problem: The planning request.
+        packs: Power-of-two packs that take the pool or less, or one pack that takes it.
+
+    Returns:
+        Packs with the same samples whose sizes add up to the pool; ``None`` if this way leaves
+        ranks over, as two single samples on a pool of 7 must.
+    """
+    heap = [_by_time(problem, pack) for pack in packs]
+    heapq.heapify(heap)
+    free = problem.num_ranks - sum(pack.size for *_, pack in heap)
+    done = []
+    while free and heap:
+        *_, pack = heapq.heappop(heap)
+        parts = _split(problem, pack, free) or _double(pack, free)
+        if parts is None:
+            # Fewer ranks are free from here on: what cannot grow now never can.
+            done.append(pack)
+            continue
+        free += pack.size - sum(part.size for part in parts)
+        for part in parts:
+            heapq.heappush(heap, _by_time(problem, part))
+    return None if free else done + [pack for *_, pack in heap]
+
+
+def whole_pool_packs(problem: Problem, sample_ids: Iterable[int]) -> list[Pack]:
+    """Packs on the whole pool, one a step, that hold the samples: first fit, longest first.
+
+    Always possible, since every sample of a problem fits the whole pool.
+    """
+    size = problem.num_ranks
+    rows = problem.rows[size]
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for sample in sorted(sample_ids, key=lambda i: (-problem.lengths[i], i)):
+        index = next((k for k, left in enumerate(room) if rows[sample] <= left), None)
+        if index is None:
+            index = len(bins)
+            bins.append([])
+            room.append(problem.cap)
+        bins[index].append(sample)
+        room[index] -= rows[sample]
+    return [Pack(size, tuple(samples)) for samples in bins]
+
+
+def steps_of(problem: Problem, packs: Sequence[Pack]) -> list[Step]:
+    """Steps that run the packs of one step: completed, or one after the other on the whole pool."""
+    completed = complete(problem, packs)
+    if completed is not None:
+        return [lay_out(completed)]
+    samples = [i for pack in packs for i in pack.sample_ids]
+    return [lay_out([pack]) for pack in whole_pool_packs(problem, samples)]
+
+
+def largest_power_of_two(most: int) -> int:
+    """The largest power of two that is at most ``most``, itself 1 or more."""
+    return 1 << (most.bit_length() - 1)
+
+
+def _by_time(problem: Problem, pack: Pack) -> tuple[float, int, Pack]:
+    # Sample ids are distinct, so that the order never falls back on comparing packs.
+    return -total_time(problem, pack.sample_ids, pack.size), min(pack.sample_ids), pack
+
+
+def _double(pack: Pack, free: int) -> list[Pack] | None:
+    # Only single samples: small ones take more rows a rank at CP 2 than at CP 1, up to twice
+    # (they are padded to 2 * tp_size rows), and then a full pack would not fit.
+    if pack.size > free or len(pack.sample_ids) > 1:
+        return None
+    return [Pack(2 * pack.size, pack.sample_ids)]
+
+
+def _split(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
+    """The pack on its own ranks and at most as many free ones; ``None`` for a single sample."""
+    size = min(pack.size, largest_power_of_two(free))
+    if len(pack.sample_ids) < 2:
+        return None
+    samples = sorted(pack.sample_ids, key=lambda i: (-problem.lengths[i], i))
+    if problem.min_sizes[samples[-1]] > size:
+        return None
+    kept: list[int] = []
+    moved: list[int] = []
+    kept_time = moved_time = 0.0
+    moved_rows = 0
+    for sample in samples:
+        kept_after = kept_time + problem.times[pack.size][sample]
+        moved_after = moved_time + problem.times[size][sample]
+        rows_after = moved_rows + problem.rows[size][sample]
+        if moved_after < kept_after and rows_after <= problem.cap:
+            moved.append(sample)
+            moved_time, moved_rows = moved_after, rows_after
+        else:
+            kept.append(sample)
+            kept_time = kept_after
+    if not moved:
+        moved.append(kept.pop())
+    if not kept:
+        kept.append(moved.pop())
+    return [Pack(pack.size, tuple(kept)), Pack(size, tuple(moved))]

@@ -1,0 +1,196 @@
+"""What a planner returns: steps, each of which cuts the DPxCP ranks into CP groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from lightning_dcp.alignment import rows_per_rank
+
+
+class PlanError(ValueError):
+    """A plan breaks one of the rules that :meth:`Plan.validate` lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The CP group of one micro-batch and what it holds.
+
+    Attributes:
+        first_rank: First rank of the group within the DPxCP pool.
+        size: Number of consecutive ranks, the CP size of the micro-batch.
+        sample_ids: Indices into :attr:`Plan.lengths`, ascending.
+    """
+
+    first_rank: int
+    size: int
+    sample_ids: tuple[int, ...]
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the group within the DPxCP pool."""
+        return range(self.first_rank, self.first_rank + self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One micro-batch for every rank of the pool.
+
+    Attributes:
+        groups: The groups that partition the pool, in rank order.
+    """
+
+    groups: tuple[Group, ...]
+
+    def group_of(self, rank: int) -> Group:
+        """The group that ``rank`` of the DPxCP pool belongs to.
+
+        Raises:
+            ValueError: No group of the step holds the rank.
+        """
+        for group in self.groups:
+            if rank in group.ranks:
+                return group
+        raise ValueError(f"no group of this step holds rank {rank}: {_describe(self.groups)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one global batch runs on a pool of DPxCP ranks.
+
+    Attributes:
+        steps: Run in this order by every rank of the pool.
+        lengths: Tokens of each sample of the global batch, without padding.
+        num_ranks: Size of the DPxCP pool.
+        max_seqlen_per_dp_cp_rank: The most rows a rank may hold in a step, padding included.
+        tp_size: Tensor-parallel size; sequences are padded for sequence parallelism over it.
+        planner: Name of the planner that made the plan.
+    """
+
+    steps: tuple[Step, ...]
+    lengths: tuple[int, ...] = field(repr=False)
+    num_ranks: int
+    max_seqlen_per_dp_cp_rank: int
+    tp_size: int = 1
+    planner: str = "balanced"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the global batch, without padding."""
+        return sum(self.lengths)
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Rows that all ranks hold over all steps, padding included."""
+        return sum(self.rows(group) * group.size for step in self.steps for group in step.groups)
+
+    def rows(self, group: Group) -> int:
+        """The rows each rank of ``group`` holds, padding included."""
+        return sum(
+            rows_per_rank(self.lengths[sample], group.size, self.tp_size)
+            for sample in group.sample_ids
+        )
+
+    def cp_sizes(self) -> dict[int, int]:
+        """The number of groups (micro-batches) of each CP size, in ascending order of size."""
+        sizes = Counter(group.size for step in self.steps for group in step.groups)
+        return dict(sorted(sizes.items()))
+
+    def validate(self) -> None:
+        """Checks that the plan can run.
+
+        Every sample is in exactly one group of one step. In each step the groups, in rank order,
+        partition the pool; none is empty; each is the whole pool, or its size is a power of two
+        and its first rank a multiple of it; sample ids ascend; and the rows that a rank holds
+        after padding do not exceed the cap.
+
+        Raises:
+            PlanError: A rule is broken; the message names the step, the ranks and the numbers.
+        """
+        for index, step in enumerate(self.steps):
+            self._check_partition(index, step)
+            for group in step.groups:
+                self._check_group(f"step {index}, {_ranks(group)}", group)
+        self._check_samples()
+
+    def _check_partition(self, index: int, step: Step) -> None:
+        next_rank = 0
+        for group in step.groups:
+            where = f"step {index}, {_ranks(group)}"
+            if group.size < 1:
+                raise PlanError(f"{where}: a group of {group.size} ranks; a group needs 1 or more")
+            if group.first_rank < next_rank:
+                raise PlanError(
+                    f"{where}: the group starts at rank {group.first_rank}, but the groups before "
+                    f"it already take ranks 0-{next_rank - 1}: groups overlap or are out of order"
+                )
+            if group.first_rank > next_rank:
+                raise PlanError(
+                    f"{where}: ranks {next_rank}-{group.first_rank - 1} before the group are in "
+                    f"no group; the groups must partition ranks 0-{self.num_ranks - 1}"
+                )
+            next_rank = group.first_rank + group.size
+        if next_rank != self.num_ranks:
+            raise PlanError(
+                f"step {index}: the groups end before rank {next_rank}, the pool is ranks "
+                f"0-{self.num_ranks - 1}; the groups must partition it: {_describe(step.groups)}"
+            )
+
+    def _check_group(self, where: str, group: Group) -> None:
+        power_of_two = group.size & (group.size - 1) == 0
+        if group.size != self.num_ranks and not (
+            power_of_two and group.first_rank % group.size == 0
+        ):
+            raise PlanError(
+                f"{where}: size {group.size} at first rank {group.first_rank}; a group is the "
+                f"whole pool of {self.num_ranks}, or its size is a power of two and its first "
+                "rank a multiple of it"
+            )
+        if not group.sample_ids:
+            raise PlanError(f"{where}: the group holds no sample, so its ranks have no work")
+        if min(group.sample_ids) < 0 or max(group.sample_ids) >= len(self.lengths):
+            raise PlanError(
+                f"{where}: sample ids {group.sample_ids} are not all within the batch of "
+                f"{len(self.lengths)} samples"
+            )
+        if any(a > b for a, b in zip(group.sample_ids, group.sample_ids[1:], strict=False)):
+            raise PlanError(f"{where}: sample ids {group.sample_ids} do not ascend")
+        rows = self.rows(group)
+        if rows > self.max_seqlen_per_dp_cp_rank:
+            raise PlanError(
+                f"{where}: {rows} rows a rank after padding, over the cap "
+                f"max_seqlen_per_dp_cp_rank={self.max_seqlen_per_dp_cp_rank}; samples "
+                f"{group.sample_ids} of {[self.lengths[i] for i in group.sample_ids]} tokens"
+            )
+
+    def _check_samples(self) -> None:
+        seen: dict[int, str] = {}
+        for index, step in enumerate(self.steps):
+            for group in step.groups:
+                where = f"step {index}, {_ranks(group)}"
+                for sample in group.sample_ids:
+                    if sample in seen:
+                        raise PlanError(
+                            f"{where}: sample {sample} of {self.lengths[sample]} tokens is "
+                            f"already in {seen[sample]}"
+                        )
+                    seen[sample] = where
+        if len(seen) < len(self.lengths):
+            lost = [i for i in range(len(self.lengths)) if i not in seen]
+            shown = ", ".join(f"{i} ({self.lengths[i]} tokens)" for i in islice(lost, 5))
+            raise PlanError(
+                f"steps 0-{len(self.steps) - 1}, ranks 0-{self.num_ranks - 1}: {len(seen)} of "
+                f"{len(self.lengths)} samples are planned; in no group: sample {shown}"
+                f"{' and others' if len(lost) > 5 else ''}"
+            )
+
+
+def _ranks(group: Group) -> str:
+    last = group.first_rank + group.size - 1
+    return f"rank {last}" if group.size == 1 else f"ranks {group.first_rank}-{last}"
+
+
+def _describe(groups: Sequence[Group]) -> str:
+    return ", ".join(_ranks(group) for group in groups) or "no groups"

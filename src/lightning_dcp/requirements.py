@@ -1,0 +1,7 @@
+"""Optional packages: flags, true where one is installed, whose own text is the error."""
+
+from __future__ import annotations
+
+from lightning_utilities.core.imports import RequirementCache
+
+TRANSFORMERS_AVAILABLE = RequirementCache("transformers>=5.0")

@@ -1,0 +1,486 @@
+"""The Lightning contract: what a Trainer needs to run the engine, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, override
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig
+from torch import Tensor
+
+from lightning_dcp.engine import (
+    DynamicCPEngine,
+    MegatronOptimizer,
+    OptimizerSettings,
+    PlanSettings,
+    StepResult,
+    build_optimizer,
+    full_model_state,
+    full_optimizer_state,
+    load_full_model_state,
+    load_full_optimizer_state,
+    wrap_ddp,
+)
+from lightning_dcp.module import DynamicCPModule
+from lightning_dcp.parallel import (
+    ParallelContext,
+    ParallelSizes,
+    disable_cpu_mode,
+    install_cp_hooks,
+    setup_parallel,
+)
+from lightning_dcp.precision import MegatronPrecision
+from lightning_dcp.refusals import check_cap, check_trainer, check_vocabulary, resolve_cap
+
+
+class DynamicCPStrategy(ParallelStrategy):
+    """Trains with a context-parallel size chosen for every packed micro-batch.
+
+    The ranks that are not needed for tensor parallelism form one pool (DPxCP). For each global
+    batch, every rank makes the same plan: steps that cut the pool into CP groups, long sequences
+    on large groups, packs of short ones on single ranks.
+
+    Args:
+        max_seqlen_per_dp_cp_rank: The most rows (tokens, padding included) that a rank holds of one
+            micro-batch. Activation memory grows with it. For a static run that packs ``budget``
+            tokens over ``context_parallel_size`` ranks the same memory is ``budget /
+            context_parallel_size``. ``"auto"`` takes the smallest cap with which a sequence of the
+            DataModule's ``max_length`` fits the whole pool.
+        tensor_model_parallel_size: Ranks that share each layer's weights.
+        context_parallel_size: CP size of a static run.
+        planner: ``balanced`` (the default), ``longest_sequence``, ``static``, or ``megatron``
+            (Megatron-Core's scheduler, where the installed build has one).
+        dynamic_context_parallel: False runs the same batches with every micro-batch on
+            ``context_parallel_size`` ranks, to compare with.
+        pipeline_model_parallel_size: Pipeline stages; only 1 so far.
+        expert_model_parallel_size: Ranks that share the experts; only 1 so far.
+        use_distributed_optimizer: Shard optimizer states over the DPxCP pool.
+        overlap_grad_reduce: Reduce gradients while the last micro-batch's backward pass runs.
+        timeout: Of the process groups.
+        process_group_backend: ``nccl`` or ``gloo``; by the device when None.
+        start_method: How the processes of a machine are started: ``popen`` runs the script again
+            for each, ``fork`` and ``spawn`` work in notebooks (``fork`` on the CPU only).
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Where ranks and addresses come from; found by the Trainer when None.
+        checkpoint_io: How a checkpoint's dict becomes a file.
+        precision_plugin: Set by the Trainer; ``32-true``, ``bf16-mixed`` and ``bf16-true`` work.
+
+    Raises:
+        ValueError: ``max_seqlen_per_dp_cp_rank`` is missing or below 1, or the options contradict
+            each other.
+    """
+
+    strategy_name = "dynamic_cp"
+    # Lightning looks for this flag on strategies that it does not know: without it, samplers and
+    # `self.log(sync_dist=True)` would act as if there were one process.
+    is_distributed = True
+
+    def __init__(
+        self,
+        max_seqlen_per_dp_cp_rank: int | Literal["auto"] | None = None,
+        tensor_model_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        planner: Literal["balanced", "longest_sequence", "static", "megatron"] | None = None,
+        dynamic_context_parallel: bool = True,
+        pipeline_model_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        use_distributed_optimizer: bool = True,
+        overlap_grad_reduce: bool = False,
+        timeout: timedelta | None = default_pg_timeout,
+        process_group_backend: Literal["nccl", "gloo"] | None = None,
+        start_method: Literal["popen", "fork", "spawn"] = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if not dynamic_context_parallel and planner not in (None, "static"):
+            raise ValueError(
+                f"planner={planner!r} chooses CP sizes, but dynamic_context_parallel=False asks "
+                "for one size. Leave one of the two out."
+            )
+        self.max_seqlen_per_dp_cp_rank = check_cap(max_seqlen_per_dp_cp_rank)
+        self.tensor_model_parallel_size = tensor_model_parallel_size
+        self.context_parallel_size = context_parallel_size
+        self.pipeline_model_parallel_size = pipeline_model_parallel_size
+        self.expert_model_parallel_size = expert_model_parallel_size
+        self.dynamic_context_parallel = dynamic_context_parallel
+        self.planner: str = planner or ("balanced" if dynamic_context_parallel else "static")
+        self.use_distributed_optimizer = use_distributed_optimizer
+        self.overlap_grad_reduce = overlap_grad_reduce
+        self.num_nodes = 1
+        self.engine: DynamicCPEngine | None = None
+        self._timeout = timeout
+        self._process_group_backend = process_group_backend
+        self._start_method = start_method
+        self._context: ParallelContext | None = None
+        self._ddp: DistributedDataParallel | None = None
+        self._remove_hooks: Any = None
+
+    # -- ranks and processes ------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Every rank plans the whole global batch: all draw the same samples.
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def context(self) -> ParallelContext:
+        """The parallel state of the run.
+
+        Raises:
+            RuntimeError: The run is not set up yet.
+        """
+        if self._context is None:
+            raise RuntimeError(
+                "The parallel state is set up when the Trainer starts; use it in configure_model "
+                "and later hooks."
+            )
+        return self._context
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment and Lightning's rank-zero helpers who this process is."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for helper in (rank_zero_only, utils_rank_zero_only):
+            setattr(helper, "rank", self.global_rank)  # noqa: B010  (mypy sees functions)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            # It starts nothing where torchrun or a scheduler did, but checks what they started.
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        if not isinstance(model, DynamicCPModule):
+            raise TypeError(
+                f"DynamicCPStrategy runs a DynamicCPModule, found {type(model).__name__}. Derive "
+                "your module from lightning_dcp.DynamicCPModule and put its loss in "
+                "micro_batch_step."
+            )
+        super().connect(model)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        sizes = ParallelSizes(
+            world_size=self.world_size,
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+        )
+        reset_seed()
+        device = self.root_device
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            device
+        )
+        assert self.cluster_environment is not None
+        _init_dist_connection(
+            self.cluster_environment,
+            backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+        self._context = setup_parallel(sizes, current=self._context, timeout=self._timeout)
+
+    # -- set-up and teardown ------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self._module
+        check_trainer(trainer, module)
+        check_vocabulary(trainer, module)
+        if self._layer_sync is not None:
+            raise NotImplementedError(
+                "Trainer(sync_batchnorm=True) does not work with DynamicCPStrategy: leave it out."
+            )
+        for loop in (
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.fit_loop.epoch_loop.val_loop,
+        ):
+            # Under NCCL Lightning would use inference mode. Megatron-Core caches rope frequencies:
+            # made in inference mode they fail in a later backward pass.
+            loop.inference_mode = False
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.engine = DynamicCPEngine(self.context, self._plan_settings(trainer))
+        self.model_to_device()
+        assert module.model is not None
+        self._remove_hooks = install_cp_hooks(module.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._ddp = wrap_ddp(
+                module.model,
+                self.context,
+                use_distributed_optimizer=self.use_distributed_optimizer,
+                overlap_grad_reduce=self.overlap_grad_reduce,
+            )
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _plan_settings(self, trainer: Trainer) -> PlanSettings:
+        return PlanSettings(
+            max_seqlen_per_dp_cp_rank=resolve_cap(
+                self.max_seqlen_per_dp_cp_rank, trainer=trainer, sizes=self.context.sizes
+            ),
+            planner=self.planner,
+            context_parallel_size=self.context_parallel_size,
+        )
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        # Those of an earlier fit belong to a model that is gone.
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], MegatronOptimizer):
+            found = [type(optimizer).__name__ for optimizer in self.optimizers] or "none"
+            raise ValueError(
+                "DynamicCPStrategy needs exactly one optimizer, made by "
+                f"trainer.strategy.build_optimizer(...); configure_optimizers returned {found}."
+            )
+
+    def build_optimizer(
+        self, settings: OptimizerSettings | OptimizerConfig | None = None
+    ) -> MegatronOptimizer:
+        """Megatron-Core's optimizer for the module's model; for ``configure_optimizers``.
+
+        Gradients are clipped to the global norm of ``Trainer(gradient_clip_val=...)``.
+
+        Args:
+            settings: Ours, or Megatron-Core's own config for all that it can do.
+
+        Raises:
+            RuntimeError: Called before the strategy is set up to fit.
+        """
+        if self._ddp is None or self.lightning_module is None:
+            raise RuntimeError("build_optimizer works inside configure_optimizers only.")
+        settings = settings or OptimizerSettings()
+        config = settings.to_megatron() if isinstance(settings, OptimizerSettings) else settings
+        clip = self.lightning_module.trainer.gradient_clip_val or 0.0
+        return build_optimizer(self._ddp, self.context, config, clip_grad=float(clip))
+
+    @property
+    @override
+    def precision_plugin(self) -> MegatronPrecision:
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, MegatronPrecision) else MegatronPrecision("32-true")
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # The Trainer picks its plugin by a list of strategies that ours is not on.
+        if precision_plugin is not None and not isinstance(precision_plugin, MegatronPrecision):
+            precision_plugin = MegatronPrecision(precision_plugin.precision)
+        self._precision_plugin = precision_plugin
+
+    @override
+    def model_to_device(self) -> None:
+        self._module.to(self.root_device)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Megatron-Core's modules know where and how to make their weights.
+        yield
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self._remove_hooks is not None:
+            self._remove_hooks()
+            self._remove_hooks = None
+        self._ddp = self.engine = None
+        if self._context is not None:
+            self._context.destroy()
+        disable_cpu_mode()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps --------------------------------------------------------------------------------
+
+    @property
+    def _module(self) -> DynamicCPModule:
+        assert isinstance(self.lightning_module, DynamicCPModule)
+        return self.lightning_module
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        # The global batch stays on the host: a rank needs its own rows of it alone, and planning
+        # and packing must not wait for a device.
+        return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
+
+    def train_on(self, batch: Mapping[str, Any]) -> StepResult:
+        """Plans a global batch and runs forward and backward over it; a collective.
+
+        Args:
+            batch: The same on every rank.
+
+        Raises:
+            RuntimeError: Called outside a fit.
+        """
+        if self.engine is None or self._ddp is None:
+            raise RuntimeError("train_on works inside training_step only.")
+        planned = self.engine.prepare(batch, vocab_size=self._module.vocab_size)
+        return self.engine.train_step(self._ddp, planned, self._module.micro_batch_step)
+
+    def evaluate_on(self, batch: Mapping[str, Any]) -> StepResult:
+        """Plans a global batch and runs the forward passes; a collective.
+
+        Args:
+            batch: The same on every rank.
+
+        Raises:
+            RuntimeError: Called outside a run.
+        """
+        if self.engine is None:
+            raise RuntimeError("evaluate_on works inside validation_step and test_step only.")
+        planned = self.engine.prepare(batch, vocab_size=self._module.vocab_size)
+        return self.engine.eval_step(planned, self._module.micro_batch_step)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "predict does not work with DynamicCPStrategy yet; use validate or test."
+        )
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        # The engine has run the backward passes; Lightning's hooks fire, nothing else is left.
+        module = self._module
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    # -- collectives --------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not dist.is_initialized():
+            return
+        on_gpu = dist.get_backend() == "nccl"
+        dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return full_model_state(self._module, self.context)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_full_model_state(self._module, checkpoint["state_dict"], self.context, strict=strict)
+        for optimizer in self.optimizers:
+            # bfloat16 weights have float32 masters, which a checkpoint of weights alone lacks.
+            _unwrapped(optimizer).inner.reload_model_params()
+
+    @override
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return full_optimizer_state(_unwrapped(optimizer), self._module, self.context)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        (state,) = checkpoint["optimizer_states"]
+        (optimizer,) = self.optimizers
+        load_full_optimizer_state(_unwrapped(optimizer), self._module, state, self.context)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        # By name the cap cannot be given: it follows from the DataModule.
+        for name, start_method in (("dynamic_cp", "popen"), ("dynamic_cp_notebook", "fork")):
+            if name not in strategy_registry:
+                strategy_registry.register(
+                    name,
+                    cls,
+                    description=f"Dynamic context parallelism, started by {start_method}",
+                    max_seqlen_per_dp_cp_rank="auto",
+                    start_method=start_method,
+                )
+
+
+def _unwrapped(optimizer: Any) -> MegatronOptimizer:
+    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    assert isinstance(inner, MegatronOptimizer)
+    return inner
+
+
+DynamicCPStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,277 @@
+"""What holds for every plan of every planner, and what bad input gets."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dcp.alignment import longest_that_fits, rows_per_rank
+from lightning_dcp.planning import Group, Plan, PlanError, Problem, Step, plan_global_batch
+
+DYNAMIC = ["balanced", "longest_sequence"]
+PLANNERS = [*DYNAMIC, "static"]
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> dict:
+    """Lengths that the pool holds, short and long ones mixed, with few and with many samples."""
+    num_ranks = draw(st.integers(1, 64))
+    tp_size = draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
+    least = tp_size * (2 if num_ranks > 1 else 1)
+    cap = draw(
+        st.integers(least, least + 40) | st.sampled_from([64, 1000, 4096]).map(least.__mul__)
+    )
+    most = longest_that_fits(cap, num_ranks, tp_size)
+    length = (
+        st.integers(1, most)
+        | st.integers(1, min(most, cap))
+        | st.integers(1, min(most, 4))
+        | st.just(most)
+    )
+    lengths = draw(st.lists(length, min_size=1, max_size=draw(st.sampled_from([4, 24, 120]))))
+    return {
+        "lengths": lengths,
+        "num_ranks": num_ranks,
+        "max_seqlen_per_dp_cp_rank": cap,
+        "tp_size": tp_size,
+    }
+
+
+def broken_rules(plan: Plan) -> list[str]:
+    """The contract once more, written without the code under test."""
+    broken = []
+    samples = [i for step in plan.steps for group in step.groups for i in group.sample_ids]
+    if sorted(samples) != list(range(len(plan.lengths))):
+        broken.append("samples")
+    for step in plan.steps:
+        if [r for group in step.groups for r in group.ranks] != list(range(plan.num_ranks)):
+            broken.append("partition")
+        for group in step.groups:
+            aligned = math.log2(group.size).is_integer() and group.first_rank % group.size == 0
+            if not (aligned or group.size == plan.num_ranks):
+                broken.append("alignment")
+            if not group.sample_ids or list(group.sample_ids) != sorted(group.sample_ids):
+                broken.append("samples of a group")
+            parts = plan.tp_size * (2 * group.size if group.size > 1 else 1)
+            padded = sum(math.ceil(plan.lengths[i] / parts) * parts for i in group.sample_ids)
+            if padded > plan.max_seqlen_per_dp_cp_rank * group.size:
+                broken.append("cap")
+    return broken
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=300, deadline=None)
+@given(workload=workloads())
+def test_every_plan_keeps_the_contract(planner: str, workload: dict) -> None:
+    plan = plan_global_batch(**workload, planner=planner)
+    assert broken_rules(plan) == []
+    assert plan.validate() is None
+    assert plan.lengths == tuple(workload["lengths"])
+    assert plan.planner == planner
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=60, deadline=None)
+@given(workload=workloads())
+def test_the_plan_is_the_same_every_time(planner: str, workload: dict) -> None:
+    plan = plan_global_batch(**workload, planner=planner)
+    assert plan_global_batch(**workload, planner=planner) == plan
+    for convert in (tuple, np.array, lambda lengths: [np.int32(n) for n in lengths]):
+        same = workload | {"lengths": convert(workload["lengths"])}
+        assert plan_global_batch(**same, planner=planner) == plan
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_ties_go_to_the_smaller_sample_id(planner: str) -> None:
+    plan = plan_global_batch([8] * 8, num_ranks=4, max_seqlen_per_dp_cp_rank=8, planner=planner)
+    ids = [i for step in plan.steps for group in step.groups for i in group.sample_ids]
+    assert ids == list(range(8))
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("num_ranks", range(1, 65))
+def test_every_pool_size_holds_its_longest_sequence_and_a_single_token(
+    planner: str, num_ranks: int
+) -> None:
+    cap = 6
+    most = longest_that_fits(cap, num_ranks)
+    options = {"num_ranks": num_ranks, "max_seqlen_per_dp_cp_rank": cap, "planner": planner}
+    for lengths in ([most], [1], [most, 1], [1] * 3):
+        assert broken_rules(plan_global_batch(lengths, **options)) == []
+    with pytest.raises(ValueError, match=f"length {most + 1}, but at most {most} tokens fit"):
+        plan_global_batch([1, most + 1], **options)
+
+
+# The cases of the public reports, each with its small input.
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("num_ranks", [10, 14, 18, 20, 22])
+def test_pool_sizes_that_are_no_power_of_two(planner: str, num_ranks: int) -> None:
+    plan = plan_global_batch(
+        [1, 1], num_ranks=num_ranks, max_seqlen_per_dp_cp_rank=4, planner=planner
+    )
+    assert broken_rules(plan) == []
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_sequence_that_only_the_whole_pool_of_six_holds(planner: str) -> None:
+    plan = plan_global_batch([20], num_ranks=6, max_seqlen_per_dp_cp_rank=4, planner=planner)
+    assert plan.steps == (Step((Group(0, 6, (0,)),)),)
+    assert plan.rows(plan.steps[0].groups[0]) == 4
+
+
+@pytest.mark.parametrize("planner", [*PLANNERS, "megatron"])
+@pytest.mark.parametrize("length", [0, -3])
+def test_an_empty_sequence_is_named(planner: str, length: int) -> None:
+    with pytest.raises(ValueError, match=rf"sample 1 has length {length}; .* 1 to 16"):
+        plan_global_batch([3, length], num_ranks=4, max_seqlen_per_dp_cp_rank=4, planner=planner)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_the_cap_holds_after_padding(planner: str) -> None:
+    plan = plan_global_batch([5, 5, 1], num_ranks=4, max_seqlen_per_dp_cp_rank=4, planner=planner)
+    assert broken_rules(plan) == []
+    assert max(plan.rows(group) for step in plan.steps for group in step.groups) <= 4
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_one_sequence_keeps_four_ranks_busy(planner: str) -> None:
+    plan = plan_global_batch([16], num_ranks=4, max_seqlen_per_dp_cp_rank=64, planner=planner)
+    assert [group.sample_ids for step in plan.steps for group in step.groups] == [(0,)]
+    assert plan.cp_sizes() == {4: 1}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_every_rank_runs_the_same_number_of_micro_batches(planner: str) -> None:
+    lengths = [40, 3, 3, 17, 1, 1, 9, 30, 2]
+    plan = plan_global_batch(lengths, num_ranks=6, max_seqlen_per_dp_cp_rank=8, planner=planner)
+    for rank in range(6):
+        held = [step.group_of(rank).sample_ids for step in plan.steps]
+        assert all(held)
+        assert len(held) == len(plan.steps)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_an_uneven_batch_at_the_end_of_an_epoch(planner: str) -> None:
+    plan = plan_global_batch([4] * 5, num_ranks=4, max_seqlen_per_dp_cp_rank=4, planner=planner)
+    assert broken_rules(plan) == []
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("name", ["num_ranks", "max_seqlen_per_dp_cp_rank", "tp_size"])
+def test_sizes_below_one(name: str, value: int) -> None:
+    options = {"num_ranks": 2, "max_seqlen_per_dp_cp_rank": 8, "tp_size": 1, name: value}
+    with pytest.raises(ValueError, match=f"{name}={value} must be 1 or more"):
+        plan_global_batch([1], **options)
+
+
+@pytest.mark.parametrize("value", [2.0, True, None, "2", np.float32(2)])
+@pytest.mark.parametrize("name", ["num_ranks", "max_seqlen_per_dp_cp_rank", "tp_size"])
+def test_sizes_that_are_no_ints(name: str, value: object) -> None:
+    options = {"num_ranks": 2, "max_seqlen_per_dp_cp_rank": 8, "tp_size": 1, name: value}
+    with pytest.raises(TypeError, match=name):
+        plan_global_batch([1], **options)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        *([4, 2.0], [4, True], [4, np.bool_(True)], [4, None], ["4"], "44", 4, None, {4}),
+        *(np.array([4.0]), np.array([True]), np.array([[4]]), np.array(4)),
+    ],
+)
+def test_lengths_that_are_no_ints(lengths: object) -> None:
+    with pytest.raises(TypeError, match="length"):
+        plan_global_batch(lengths, num_ranks=2, max_seqlen_per_dp_cp_rank=8)
+
+
+@pytest.mark.parametrize("lengths", [[], np.array([], dtype=np.int64)])
+def test_an_empty_batch(lengths: object) -> None:
+    with pytest.raises(ValueError, match="lengths is empty"):
+        plan_global_batch(lengths, num_ranks=2, max_seqlen_per_dp_cp_rank=8)
+
+
+def test_a_sequence_that_is_too_long_says_what_to_change() -> None:
+    with pytest.raises(ValueError, match="sample 2 has length 33, but at most 32") as error:
+        plan_global_batch([32, 1, 33], num_ranks=4, max_seqlen_per_dp_cp_rank=9)
+    for change in ("raise max_seqlen_per_dp_cp_rank", "more ranks", "max_length"):
+        assert change in str(error.value)
+
+
+@pytest.mark.parametrize(("num_ranks", "tp_size", "least"), [(2, 1, 2), (3, 4, 8), (1, 4, 4)])
+def test_a_cap_that_holds_no_sequence(num_ranks: int, tp_size: int, least: int) -> None:
+    options = {"num_ranks": num_ranks, "tp_size": tp_size}
+    message = f"max_seqlen_per_dp_cp_rank={least - 1} .* to at least {least}"
+    with pytest.raises(ValueError, match=message):
+        plan_global_batch([1], max_seqlen_per_dp_cp_rank=least - 1, **options)
+    assert plan_global_batch([1], max_seqlen_per_dp_cp_rank=least, **options).steps
+
+
+def test_a_cap_far_above_what_int64_holds_means_no_cap() -> None:
+    plan = plan_global_batch([5, 3, 9, 1], num_ranks=2, max_seqlen_per_dp_cp_rank=10**30)
+    assert len(plan.steps) == 1
+
+
+def test_an_unknown_planner_lists_the_names() -> None:
+    with pytest.raises(ValueError, match="'balanced', 'static', 'longest_sequence', 'megatron'"):
+        plan_global_batch([1], num_ranks=2, max_seqlen_per_dp_cp_rank=8, planner="best")
+
+
+@pytest.mark.parametrize("planner", DYNAMIC)
+def test_context_parallel_size_belongs_to_static(planner: str) -> None:
+    with pytest.raises(ValueError, match="context_parallel_size=2 with planner="):
+        plan_global_batch(
+            [1],
+            num_ranks=2,
+            max_seqlen_per_dp_cp_rank=8,
+            planner=planner,
+            context_parallel_size=2,
+        )
+
+
+# Planners of the user's own.
+
+
+def one_after_the_other(problem: Problem) -> list[Step]:
+    return [Step((Group(0, problem.num_ranks, (i,)),)) for i in range(len(problem.lengths))]
+
+
+def test_a_function_as_planner() -> None:
+    plan = plan_global_batch(
+        [9, 3], num_ranks=3, max_seqlen_per_dp_cp_rank=8, planner=one_after_the_other
+    )
+    assert plan.planner == "one_after_the_other"
+    assert plan.cp_sizes() == {3: 2}
+
+
+def test_a_function_that_breaks_a_rule_is_found_out() -> None:
+    with pytest.raises(PlanError, match="sample 1 "):
+        plan_global_batch(
+            [9, 3],
+            num_ranks=3,
+            max_seqlen_per_dp_cp_rank=8,
+            planner=lambda problem: one_after_the_other(problem)[:1],
+        )
+
+
+@given(workload=workloads())
+@settings(max_examples=50, deadline=None)
+def test_the_tables_of_a_problem_are_the_shared_padding_rule(workload: dict) -> None:
+    cap, tp_size = workload["max_seqlen_per_dp_cp_rank"], workload["tp_size"]
+    lengths = tuple(workload["lengths"])
+    problem = Problem(lengths, workload["num_ranks"], cap, tp_size)
+    for size in problem.sizes:
+        assert problem.rows[size] == [rows_per_rank(n, size, tp_size) for n in lengths]
+    for sample, smallest in enumerate(problem.min_sizes):
+        fits = [size for size in problem.sizes if problem.rows[size][sample] <= cap]
+        assert smallest == fits[0]
+        # All larger sizes hold it too: planners rely on it.
+        assert fits == [size for size in problem.sizes if size >= smallest]

@@ -1,0 +1,210 @@
+"""What each planner is for."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from lightning_dcp.planning import CostModel, Group, Plan, Step, plan_global_batch
+
+
+def long_tail(seed: int, num_samples: int) -> np.ndarray:
+    """Most lengths near 1K, some up to 16K."""
+    pareto = np.random.default_rng(seed).pareto(1.2, num_samples)
+    return np.clip(1024 * (1 + pareto), 1024, 16_384).astype(np.int64)
+
+
+def efficiency(plan: Plan) -> float:
+    """The time that perfect balance without padding would take over the predicted time."""
+    model = CostModel()
+    work = model.sample_times(np.array(plan.lengths)).sum()
+    return work / plan.num_ranks / sum(model.step_times(plan))
+
+
+# static
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "size"),
+    [
+        ([4] * 8, 8, 1),
+        ([8] * 8, 8, 2),
+        ([16] * 8, 8, 4),
+        ([9] * 12, 12, 4),
+        ([17] * 12, 12, 12),
+        ([5] * 6, 6, 2),
+        ([9] * 6, 6, 6),
+        ([4] * 7, 7, 1),
+        ([5] * 7, 7, 7),
+    ],
+)
+def test_static_takes_the_smallest_size_that_holds_the_longest(
+    lengths: list[int], num_ranks: int, size: int
+) -> None:
+    plan = plan_global_batch(
+        lengths, num_ranks=num_ranks, max_seqlen_per_dp_cp_rank=4, planner="static"
+    )
+    assert list(plan.cp_sizes()) == [size]
+
+
+def test_static_with_too_few_samples_takes_a_larger_size_for_all() -> None:
+    plan = plan_global_batch(
+        [4, 4, 4],
+        num_ranks=8,
+        max_seqlen_per_dp_cp_rank=4,
+        planner="static",
+        context_parallel_size=1,
+    )
+    assert plan.cp_sizes() == {4: 2}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_static_keeps_the_size_it_is_given(size: int) -> None:
+    plan = plan_global_batch(
+        [4] * 16,
+        num_ranks=8,
+        max_seqlen_per_dp_cp_rank=4,
+        planner="static",
+        context_parallel_size=size,
+    )
+    assert list(plan.cp_sizes()) == [size]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "size", "choices"),
+    [(8, 3, r"\[1, 2, 4, 8\]"), (6, 4, r"\[1, 2, 6\]"), (4, 8, r"\[1, 2, 4\]")],
+)
+def test_static_refuses_a_size_that_does_not_divide_the_pool(
+    num_ranks: int, size: int, choices: str
+) -> None:
+    with pytest.raises(ValueError, match=f"context_parallel_size={size} .* {choices}"):
+        plan_global_batch(
+            [4] * 8,
+            num_ranks=num_ranks,
+            max_seqlen_per_dp_cp_rank=4,
+            planner="static",
+            context_parallel_size=size,
+        )
+
+
+def test_static_names_the_sample_that_does_not_fit_its_size() -> None:
+    with pytest.raises(ValueError, match=r"sample 1 has length 9, .*=2 holds at most 8") as error:
+        plan_global_batch(
+            [4, 9, 4, 4],
+            num_ranks=4,
+            max_seqlen_per_dp_cp_rank=4,
+            planner="static",
+            context_parallel_size=2,
+        )
+    assert "planner='balanced'" in str(error.value)
+
+
+def test_static_takes_as_few_steps_as_hold_the_rows() -> None:
+    # Least work first ends at 9 and 9 rows with a sample of 2 left; 6 + 4 and 3 + 3 + 2 + 2 fit.
+    lengths = [6, 4, 3, 3, 2, 2]
+    plan = plan_global_batch(lengths, num_ranks=2, max_seqlen_per_dp_cp_rank=10, planner="static")
+    assert len(plan.steps) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_static_is_an_honest_baseline(seed: int) -> None:
+    plan = plan_global_batch(
+        long_tail(seed, 128), num_ranks=8, max_seqlen_per_dp_cp_rank=4096, planner="static"
+    )
+    assert plan.cp_sizes().keys() == {4}
+    assert efficiency(plan) > 0.95
+
+
+# longest_sequence
+
+
+def test_longest_sequence_rounds_up_to_a_power_of_two() -> None:
+    plan = plan_global_batch(
+        [20, 8, 8, 8, 8, 8], num_ranks=8, max_seqlen_per_dp_cp_rank=8, planner="longest_sequence"
+    )
+    # 20 tokens at cap 8 need 3 ranks, so 4 are taken: 6 rows of 24, and 8 tokens more fill them.
+    alone = [Group(4 + i, 1, (2 + i,)) for i in range(4)]
+    assert plan.steps == (Step((Group(0, 4, (0, 1)), *alone)),)
+
+
+def test_longest_sequence_splits_packs_over_the_ranks_that_a_step_leaves_free() -> None:
+    plan = plan_global_batch(
+        [2] * 4, num_ranks=3, max_seqlen_per_dp_cp_rank=8, planner="longest_sequence"
+    )
+    assert plan.cp_sizes() == {1: 3}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_longest_sequence_uses_several_sizes(seed: int) -> None:
+    plan = plan_global_batch(
+        long_tail(seed, 128),
+        num_ranks=8,
+        max_seqlen_per_dp_cp_rank=4096,
+        planner="longest_sequence",
+    )
+    assert {1, 2, 4} <= plan.cp_sizes().keys()
+
+
+# balanced
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8, 10, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_balanced_comes_close_to_perfect_balance(num_ranks: int, seed: int) -> None:
+    cap = max(4096, 16_384 // num_ranks + 2)
+    plan = plan_global_batch(
+        long_tail(seed, 16 * num_ranks), num_ranks=num_ranks, max_seqlen_per_dp_cp_rank=cap
+    )
+    assert efficiency(plan) > 0.9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_balanced_leaves_short_samples_on_small_groups(seed: int) -> None:
+    plan = plan_global_batch(long_tail(seed, 128), num_ranks=8, max_seqlen_per_dp_cp_rank=4096)
+    size_of = {
+        i: group.size for step in plan.steps for group in step.groups for i in group.sample_ids
+    }
+    short = [size_of[i] for i, length in enumerate(plan.lengths) if length <= 4096]
+    longest = [size_of[i] for i, length in enumerate(plan.lengths) if length > 8192]
+    assert np.mean(np.array(short) == 1) > 0.6
+    assert min(longest) >= 4
+
+
+def test_balanced_runs_equal_short_samples_alone_on_their_ranks() -> None:
+    plan = plan_global_batch([1024] * 72, num_ranks=8, max_seqlen_per_dp_cp_rank=4096)
+    # 18 full packs would make 2 full steps and a nearly empty one: three steps of 3 are as short.
+    assert plan.cp_sizes() == {1: 24}
+    assert {len(group.sample_ids) for step in plan.steps for group in step.groups} == {3}
+
+
+def test_balanced_follows_the_cost_model() -> None:
+    lengths = [32] * 2 + [4] * 32
+    options = {"num_ranks": 4, "max_seqlen_per_dp_cp_rank": 64}
+    linear = plan_global_batch(lengths, **options, cost_model=CostModel(crossover_length=1e9))
+    quadratic = plan_global_batch(lengths, **options, cost_model=CostModel(crossover_length=1e-3))
+    assert max(linear.cp_sizes()) == 1
+    assert max(quadratic.cp_sizes()) == 2
+
+
+# megatron
+
+
+def test_megatron_needs_a_build_with_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "megatron.core.datasets.data_schedule"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    with pytest.raises(ImportError, match="needs a Megatron-Core build with DefaultDynamicCPSch"):
+        plan_global_batch([1], num_ranks=2, max_seqlen_per_dp_cp_rank=8, planner="megatron")
+
+
+def test_megatron_with_the_scheduler_says_that_the_adapter_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "megatron.core.datasets.data_schedule"
+    module = types.ModuleType(name)
+    module.DefaultDynamicCPScheduler = type("DefaultDynamicCPScheduler", (), {})
+    monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(NotImplementedError, match="planner='balanced'"):
+        plan_global_batch([1], num_ranks=2, max_seqlen_per_dp_cp_rank=8, planner="megatron")
