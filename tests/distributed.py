@@ -107,6 +107,17 @@ def _work(
     store, world_size, timeout, init_process_group, path = settings
     sys.path[:] = path
     faulthandler.dump_traceback_later(max(timeout - 3.0, 1.0), exit=False)
+    # A Trainer inside finds itself started from outside, as under torchrun.
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        TORCHELASTIC_RUN_ID="tests",
+    )
     try:
         if init_process_group:
             dist.init_process_group(

@@ -78,6 +78,7 @@ def train(
     lr: float,
     weight_decay: float,
     clip: float,
+    adam_eps: float,
 ) -> dict[str, object]:
     """Trains for one step a batch; the loss is the mean over the batch's target tokens.
 
@@ -91,6 +92,7 @@ def train(
         [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}],
         lr=lr,
         betas=(0.9, 0.95),
+        eps=adam_eps,
     )
     losses, grads, norms = [], [], []
     for batch in batches:

@@ -3,8 +3,7 @@
 Importing the package makes the strategy name ``dynamic_cp`` known to Lightning.
 """
 
-import logging
-
+from lightning_dcp import _megatron
 from lightning_dcp.callbacks import StepReport
 from lightning_dcp.data import SyntheticDataModule, TextDataModule
 from lightning_dcp.engine import OptimizerSettings
@@ -16,10 +15,8 @@ from lightning_dcp.planning import Plan, PlanError, plan_global_batch
 from lightning_dcp.schedule import LRSchedule
 from lightning_dcp.strategy import DynamicCPStrategy
 
-# Torch tells its own developers, once per process and data worker, how to rename a function.
-logging.getLogger("torch.fx._symbolic_trace").addFilter(
-    lambda record: not record.getMessage().startswith("is_fx_tracing")
-)
+# Here for its side effects, and before the modules that import Megatron-Core themselves.
+del _megatron
 
 __all__ = [
     "DynamicCPModule",

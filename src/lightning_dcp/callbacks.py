@@ -67,10 +67,11 @@ class StepReport(Callback):
         if self._num_steps < 2 * len(self._first) or not self._first:
             return
         first, last = (sum(losses) / len(losses) for losses in (self._first, self._last))
-        _print(
-            trainer,
+        # The progress bar is closed by now and would print nothing.
+        rank_zero_only(print)(
             f"mean loss of the first {len(self._first)} steps {first:.4f}, of the last "
             f"{len(self._last)} steps {last:.4f}",
+            flush=True,
         )
 
 

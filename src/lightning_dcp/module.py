@@ -14,7 +14,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_dcp.engine import OptimizerSettings, StepResult
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import HiddenStates, ModelConfig, build_gpt_model, hidden_states
-from lightning_dcp.packing import MicroBatch
+from lightning_dcp.packing import (
+    MicroBatch,
+    pack_micro_batch,
+    read_global_batch,
+    to_jagged,
+    unpack_rows,
+)
+from lightning_dcp.parallel import bind_micro_batch
 from lightning_dcp.schedule import LRSchedule
 
 if TYPE_CHECKING:
@@ -34,22 +41,23 @@ class DynamicCPModule(LightningModule):
         lr_schedule: The course of the learning rate.
         seed: Of the initial weights; the same weights for any layout of ranks.
 
-    Attributes:
-        model: The Megatron-Core model; None until the Trainer starts.
-        last_step: What the last training step gave: loss, tokens and the plan that ran.
+    ``self.model`` is the Megatron-Core model, None until the Trainer starts; ``self.last_step`` is
+    what the last training step gave: loss, tokens and the plan that ran.
     """
 
     def __init__(
         self,
-        model: ModelConfig | None = None,
-        optimizer: OptimizerSettings | None = None,
-        lr_schedule: LRSchedule | None = None,
+        model: ModelConfig = ModelConfig(),
+        optimizer: OptimizerSettings = OptimizerSettings(),
+        lr_schedule: LRSchedule = LRSchedule(),
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.model_config = model or ModelConfig()
-        self.optimizer_settings = optimizer or OptimizerSettings()
-        self.lr_schedule = lr_schedule or LRSchedule()
+        if not isinstance(model, ModelConfig):
+            raise TypeError(f"model must be a ModelConfig, found a {type(model).__name__}.")
+        self.model_config = model
+        self.optimizer_settings = optimizer
+        self.lr_schedule = lr_schedule
         self.seed = seed
         self.model: torch.nn.Module | None = None
         self.last_step: StepResult | None = None
@@ -88,6 +96,36 @@ class DynamicCPModule(LightningModule):
         self._built_on = strategy.context
         if kept is not None:
             self.model.load_state_dict(kept)
+
+    @override
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits of whole sequences, on this rank alone: for a look at the model, not for training.
+
+        Nothing is exchanged with other ranks, so that Lightning may call it on rank 0 only (model
+        summaries with an ``example_input_array`` do).
+
+        Args:
+            input_ids: Jagged ``[num_samples, length*]``.
+
+        Returns:
+            Jagged ``[num_samples, length*, vocab_size]``.
+
+        Raises:
+            NotImplementedError: Tensor parallelism, whose ranks would have to take part.
+        """
+        context = self._strategy.context
+        if context.sizes.tensor_model_parallel_size > 1:
+            raise NotImplementedError(
+                "forward runs on one rank, which tensor_model_parallel_size="
+                f"{context.sizes.tensor_model_parallel_size} does not allow. Leave "
+                "example_input_array out; use validate for losses."
+            )
+        batch = read_global_batch({"input_ids": input_ids}, vocab_size=self.vocab_size)
+        micro_batch = pack_micro_batch(batch, range(len(batch))).to(context.device)
+        hidden, weight = self.hidden_states(bind_micro_batch(micro_batch, context.cp_groups))
+        logits = (hidden @ weight.t())[:, : self.vocab_size]
+        rows = unpack_rows([logits], micro_batch.layout, micro_batch.sample_ids)
+        return to_jagged([rows], len(batch))
 
     def hidden_states(self, micro_batch: MicroBatch) -> HiddenStates:
         """The model's last hidden states of a micro-batch and the output layer's weight.
@@ -144,7 +182,7 @@ class DynamicCPModule(LightningModule):
         }
         samples = len(step.plan.lengths)
         self.log("train_loss", step.loss, prog_bar=True, batch_size=samples)
-        self.log_dict(values, prog_bar=True, batch_size=samples)
+        self.log_dict(values, batch_size=samples)
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

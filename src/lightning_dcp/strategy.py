@@ -287,7 +287,17 @@ class DynamicCPStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         # Those of an earlier fit belong to a model that is gone.
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning would send the user to manual optimization, which does not work here.
+            raise ValueError(
+                f"DynamicCPStrategy needs exactly one optimizer; {type(self._module).__name__}."
+                "configure_optimizers returned several. Parameter groups of one optimizer can "
+                "have settings of their own."
+            ) from error
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], MegatronOptimizer):
             found = [type(optimizer).__name__ for optimizer in self.optimizers] or "none"
             raise ValueError(

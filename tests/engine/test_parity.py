@@ -42,8 +42,9 @@ LENGTHS = [
     [3, 48, 7, 7, 21, 95, 13, 2],
     [11, 6, 30, 30, 4, 60, 19, 5, 10],
 ]
-# Adam divides by the root of the second moment: a large step would blow rounding up beyond 1e-5.
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
+# Adam divides by the root of the second moment: without an epsilon well above it, the rounding of a
+# gradient that is nearly zero would become a difference of a whole step.
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-5}
 CLIP = 0.5
 
 

@@ -77,7 +77,8 @@ def linear_cross_entropy(
     top get true per-row gradients. Rows are this rank's; nothing is divided by a number of tokens.
 
     Statistics are float32 whatever the inputs are (float64 for float64 inputs), and so is the sum
-    of the weight's gradient over chunks. Results are the same on all ranks of ``tp_group``.
+    of the weight's gradient over chunks; products run in the dtype of the inputs, under autocast
+    too. Results are the same on all ranks of ``tp_group``, and all but ``weight`` must be.
 
     Args:
         hidden: Hidden states [rows, h], the same on all ranks of ``tp_group``; their gradient is
@@ -129,9 +130,10 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         # needs_input_grad does not know of no_grad, and would have the gradients made.
         hidden, weight = hidden.detach(), weight.detach()
-    if reduction == "sum":
-        return cast(Tensor, SummedLoss.apply(hidden, weight, problem))
-    losses, entropy = RowLosses.apply(hidden, weight, problem)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if reduction == "sum":
+            return cast(Tensor, SummedLoss.apply(hidden, weight, problem))
+        losses, entropy = RowLosses.apply(hidden, weight, problem)
     return (losses, entropy) if return_entropy else losses
 
 

@@ -51,10 +51,9 @@ class TargetRows:
         return values if self.valid is None else torch.where(self.valid, values, 0)
 
     def expand(self, values: Tensor) -> Tensor:
-        """The inverse of :meth:`select`: [n, ...] to [num_rows, ...], zero in other rows."""
+        """The inverse of :meth:`select`: [n] to [num_rows], zero where a row does not count."""
         if self.index is not None:
-            full = values.new_zeros(self.num_rows, *values.shape[1:])
-            return full.index_copy_(0, self.index, values)
+            return values.new_zeros(self.num_rows).index_copy_(0, self.index, values)
         return values if self.valid is None else torch.where(self.valid, values, 0)
 
     def store(self, target: Tensor, rows: slice, values: Tensor) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lightning_dcp.loss._shard import VocabShard
 
-# Elements of a tile: it stays in a CPU core's cache; a GPU wants few, large kernels.
-_TILE_CPU = 1 << 18
-_TILE_GPU = 1 << 24
+# Tiles of a chunk: few, since every operation on one waits for all threads or launches a kernel.
+_TILES = 16
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,13 @@ class Chunk:
 
     def tiles(self) -> Iterator[tuple[int, Tensor]]:
         """Views of the logits [R, T] that cover all columns, each with its first column."""
-        elements = _TILE_CPU if self.logits.device.type == "cpu" else _TILE_GPU
-        width = max(elements // max(len(self.logits), 1), 1)
+        width = max(-(-self.logits.shape[1] // _TILES), 1)
         for first in range(0, self.logits.shape[1], width):
             yield first, self.logits[:, first : first + width]
 
-    def scaled(self, tile: Tensor) -> Tensor:
-        """A copy of ``tile`` over the temperature, in the dtype of the statistics."""
-        work = tile.to(statistics_dtype(tile.dtype), copy=True)
+    def scaled(self, tile: Tensor, *, copy: bool = True) -> Tensor:
+        """``tile`` over the temperature in the dtype of the statistics, a copy or maybe itself."""
+        work = tile.to(statistics_dtype(tile.dtype), copy=copy)
         inverse = self.inverse_temperature
         return work if inverse is None else work.mul_(inverse[:, None])
 
@@ -113,12 +111,21 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_statistics(chunk: Chunk, objective: Objective, shard: VocabShard) -> RowStatistics:
-    """Loss, log-sum-exp and entropy of every row, reduced over the tensor-parallel group.
+def row_statistics(
+    chunk: Chunk, objective: Objective, shard: VocabShard, *, keep_exponentials: bool = False
+) -> RowStatistics:
+    """Loss and entropy of every row, reduced over the tensor-parallel group.
 
     One collective: each rank sends its own maximum along with sums relative to it.
+
+    Args:
+        chunk: Its logits are left alone unless ``keep_exponentials``.
+        objective: Smoothing, z-loss and whether the entropy is wanted.
+        shard: This rank's slice of the vocabulary.
+        keep_exponentials: Overwrite the logits by their exponentials relative to the maximum of
+            this rank's slice, for :func:`exponentials_to_gradient_`; without the entropy only.
     """
-    gathered = shard.gather(_local_sums(chunk, objective, shard))
+    gathered = shard.gather(_local_sums(chunk, objective, shard, keep_exponentials))
     maxima, sums, targets, *rest = gathered.unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
@@ -138,7 +145,7 @@ def row_statistics(chunk: Chunk, objective: Objective, shard: VocabShard) -> Row
     return RowStatistics(maximum, sum_exp, loss, log_sum - moments / sum_exp)
 
 
-def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard) -> Tensor:
+def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard, keep: bool) -> Tensor:
     """[k, R]: maximum, sum of exp, target logit, then what ``objective`` needs."""
     logits, num_rows = chunk.logits, len(chunk.labels)
     dtype = statistics_dtype(logits.dtype)
@@ -151,7 +158,7 @@ def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard) -> Tensor
         target = chunk.over_temperature(target)
         maximum = chunk.over_temperature(logits.amax(1).to(dtype))
     for _, tile in chunk.tiles():
-        shifted = chunk.scaled(tile).sub_(maximum[:, None])
+        shifted = chunk.scaled(tile, copy=not keep).sub_(maximum[:, None])
         if objective.label_smoothing:
             logit_sum += (shifted + maximum[:, None]).sum(1)
         if objective.entropy:
@@ -160,12 +167,27 @@ def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard) -> Tensor
             moment += exponentials.mul_(shifted).sum(1)
         else:
             total += shifted.exp_().sum(1)
+        if keep and shifted is not tile:
+            tile.copy_(shifted)
     sums = [maximum, total, target]
     if objective.label_smoothing:
         sums.append(logit_sum)
     if objective.entropy:
         sums.append(moment)
     return torch.stack(sums)
+
+
+def exponentials_to_gradient_(chunk: Chunk, statistics: RowStatistics) -> Tensor:
+    """Turns exponentials [R, V] into the gradient of the plain losses, each row times its sum.
+
+    For a whole vocabulary without smoothing and z-loss. Dividing by the sum is left to the small
+    operands of the products, which saves this pass over the chunk.
+    """
+    # p - 1 of the target from its loss: the difference would vanish in bfloat16.
+    at_target = statistics.sum_exp * torch.expm1(-statistics.loss)
+    return chunk.logits.scatter_(
+        1, chunk.labels[:, None], at_target[:, None].to(chunk.logits.dtype)
+    )
 
 
 def logits_to_gradient_(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Elements of one product on its way into the float32 sum.
-_PRODUCT_ELEMENTS_CPU = 1 << 19
-_PRODUCT_ELEMENTS_GPU = 1 << 26
+# Products that a chunk's share is made of, each on its way into one half of the float32 sum.
+_PRODUCTS = 32
 
 
 class WeightGradient:
@@ -57,9 +56,7 @@ class WeightGradient:
     def _parts(self) -> list[Tensor]:
         """The float32 sums in pieces of some rows, in the order of the vocabulary."""
         assert self._sums is not None
-        on_cpu = self._result.device.type == "cpu"
-        elements = _PRODUCT_ELEMENTS_CPU if on_cpu else _PRODUCT_ELEMENTS_GPU
-        rows = max(elements // max(self._result.shape[1], 1), 1)
+        rows = max(-(-len(self._real) // _PRODUCTS), 1)
         return [part for half in self._sums for part in half.split(rows) if len(part)]
 
 

@@ -50,7 +50,7 @@ def build_gpt_model(
     fused = HAVE_TE and not context.cpu_mode
     spec = _fused_spec(config) if fused else _torch_spec(config)
     with _seeded(seed, context), quiet_megatron():
-        return GPTModel(
+        model = GPTModel(
             config=transformer_config(
                 config, context.sizes, dtype=dtype, cpu=context.cpu_mode, fused=fused
             ),
@@ -62,6 +62,8 @@ def build_gpt_model(
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             pg_collection=context.pg_collection,
         )
+        # Torch's norms make their weights in the default type.
+        return model.to(dtype)
 
 
 def _fused_spec(config: ModelConfig) -> ModuleSpec:
@@ -91,7 +93,7 @@ def _seeded(seed: int, context: ParallelContext) -> Iterator[None]:
             torch.manual_seed(seed)
             yield
         return
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
         yield

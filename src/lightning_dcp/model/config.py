@@ -50,6 +50,9 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, found {value}.")
+        for name in ("rotary_base", "layernorm_epsilon", "init_method_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, found {getattr(self, name)}.")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="

@@ -76,10 +76,9 @@ def read_global_batch(batch: Mapping[str, Any], *, vocab_size: int | None = None
         if key != "input_ids"
     }
     labels, loss_mask = (_pop_jagged(rest, key) for key in ("labels", "loss_mask"))
-    if vocab_size is not None:
-        _check_ids(tokens, "input_ids", vocab_size, ignore=False)
-        if labels is not None:
-            _check_ids(labels, "labels", vocab_size, ignore=True)
+    _check_ids(tokens, "input_ids", vocab_size, ignore=False)
+    if labels is not None:
+        _check_ids(labels, "labels", vocab_size, ignore=True)
     if loss_mask is not None:
         _check_mask(loss_mask)
     return GlobalBatch(tokens, tokens if labels is None else labels, loss_mask, rest)
@@ -130,16 +129,25 @@ def _pop_jagged(rest: dict[str, Jagged | Tensor], key: str) -> Jagged | None:
     return value
 
 
-def _check_ids(jagged: Jagged, name: str, vocab_size: int, *, ignore: bool) -> None:
+def _check_one_value_a_token(jagged: Jagged, name: str) -> None:
+    if jagged.values.dim() != 1:
+        raise ValueError(
+            f"'{name}' needs one value a token, found {tuple(jagged.values.shape[1:])} values each."
+        )
+
+
+def _check_ids(jagged: Jagged, name: str, vocab_size: int | None, *, ignore: bool) -> None:
     """Names the first sample with an id outside the vocabulary; host tensors only.
 
     On a device the check would wait for it at every step, so that ids are left to the embedding.
     """
+    _check_one_value_a_token(jagged, name)
     values = jagged.values
     if values.is_floating_point() or values.dtype == torch.bool:
         raise TypeError(f"'{name}' must hold integers, found {values.dtype}.")
-    if values.device.type != "cpu" or values.numel() == 0:
+    if vocab_size is None or values.device.type != "cpu" or values.numel() == 0:
         return
+    values = values.to(torch.int64)  # torch compares few of the unsigned types
     low, high = (int(bound) for bound in torch.aminmax(values))
     if low >= 0 and high < vocab_size:
         return
@@ -158,10 +166,19 @@ def _check_ids(jagged: Jagged, name: str, vocab_size: int, *, ignore: bool) -> N
 
 
 def _check_mask(mask: Jagged) -> None:
-    if mask.values.is_floating_point() and mask.values.device.type == "cpu":
-        values = mask.values
-        if not ((values == 0) | (values == 1)).all():
+    """Refuses weights: they would be read as a selection. Host tensors only, as above."""
+    _check_one_value_a_token(mask, "loss_mask")
+    values = mask.values
+    if values.dtype == torch.bool or values.device.type != "cpu":
+        return
+    is_selection = (values == 0) | (values == 1)
+    if is_selection.all():
+        return
+    for sample, (start, length) in enumerate(zip(mask.starts, mask.lengths, strict=True)):
+        wrong = ~is_selection[start : start + length]
+        if wrong.any():
+            found = values[start : start + length][wrong][0].item()
             raise ValueError(
-                "'loss_mask' must hold 0 and 1 only: it selects targets. Give weights as an extra "
-                "key of the batch and use them in micro_batch_step."
+                f"'loss_mask' of sample {sample} holds {found}; it selects targets, with 0 and 1 "
+                "only. Give weights as an extra key of the batch and use them in micro_batch_step."
             )

@@ -40,7 +40,7 @@ class PackLayout:
         """A layout of checked values.
 
         Raises:
-            ValueError: No sequence, a length below 1, or a rank outside the group.
+            ValueError: No sequence, a length or size below 1, or a rank outside the group.
         """
         lengths = tuple(int(length) for length in lengths)
         if not lengths:
@@ -48,6 +48,8 @@ class PackLayout:
         if min(lengths) < 1:
             where = int(np.argmin(lengths))
             raise ValueError(f"Sequence {where} of the pack has length {lengths[where]}.")
+        if tp_size < 1:
+            raise ValueError(f"tp_size must be at least 1, found {tp_size}.")
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, found {cp_rank}.")
         return cls(lengths, cp_size, cp_rank, tp_size)

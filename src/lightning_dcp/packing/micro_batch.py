@@ -109,21 +109,25 @@ def pack_micro_batch(
         The micro-batch, on the device of the batch.
 
     Raises:
-        ValueError: No sample, or a rank outside the group.
+        ValueError: No sample, a sample that the batch lacks, or a rank outside the group.
     """
     ids = np.asarray(sample_ids, np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < len(batch):
+        raise ValueError(
+            f"sample_ids must be in 0..{len(batch) - 1}, found {ids.min()} to {ids.max()}."
+        )
     layout = PackLayout.of(
         batch.lengths[ids].tolist(), cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size
     )
     pick = _RowPicker(layout, ids)
-    labels = pick(batch.labels, fill=IGNORE_INDEX, shift=1)
+    labels = pick(batch.labels, fill=IGNORE_INDEX, shift=1, dtype=torch.int64)
     loss_mask = labels != IGNORE_INDEX
     if batch.loss_mask is not None:
         loss_mask &= pick(batch.loss_mask, fill=0, shift=1).bool()
         labels = labels.masked_fill(~loss_mask, IGNORE_INDEX)
     device = labels.device
     return MicroBatch(
-        input_ids=pick(batch.input_ids, fill=0),
+        input_ids=pick(batch.input_ids, fill=0, dtype=torch.int64),
         labels=labels,
         loss_mask=loss_mask,
         position_ids=_to_device(layout.positions, device),
@@ -146,9 +150,12 @@ class _RowPicker:
         self._sample_ids = sample_ids
         self._indices: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor | None]] = {}
 
-    def __call__(self, jagged: Jagged, *, fill: int, shift: int = 0) -> Tensor:
+    def __call__(
+        self, jagged: Jagged, *, fill: int, shift: int = 0, dtype: torch.dtype | None = None
+    ) -> Tensor:
         index, no_source = self._index(jagged, shift)
-        rows = jagged.values.index_select(0, index)
+        # Before the fill: an unsigned type would wrap -100 around to a real id.
+        rows = jagged.values.index_select(0, index).to(dtype or jagged.values.dtype)
         if no_source is None:
             return rows
         return rows.masked_fill_(no_source.view(-1, *[1] * (rows.dim() - 1)), fill)

@@ -38,8 +38,12 @@ def unpack_rows(
         sample_ids: The samples of the pack, in pack order.
 
     Raises:
-        ValueError: Not one tensor a rank, or one with another number of rows.
+        ValueError: Not one id a sequence, not one tensor a rank, or another number of rows.
     """
+    if len(sample_ids) != len(layout.lengths):
+        raise ValueError(
+            f"The layout has {len(layout.lengths)} sequences, found {len(sample_ids)} sample ids."
+        )
     if len(rows_of_ranks) != layout.cp_size:
         raise ValueError(f"The group has {layout.cp_size} ranks, found {len(rows_of_ranks)}.")
     for rank, rows in enumerate(rows_of_ranks):
@@ -68,6 +72,11 @@ def to_jagged(parts: Iterable[UnpackedSamples], num_samples: int) -> Tensor:
     """
     parts = list(parts)
     sample_ids = np.asarray([sample for part in parts for sample in part.sample_ids], np.int64)
+    if num_samples < 1 or (len(sample_ids) and sample_ids.min() < 0):
+        raise ValueError(
+            f"Needs one sample at least and ids from 0 up, found {num_samples} samples and ids "
+            f"{sample_ids[:8].tolist()}."
+        )
     counts = np.bincount(sample_ids, minlength=num_samples)
     if len(counts) > num_samples or (counts != 1).any():
         wrong = int(np.flatnonzero((counts != 1) | (np.arange(len(counts)) >= num_samples))[0])

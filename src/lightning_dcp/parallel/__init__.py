@@ -1,14 +1,5 @@
 """Ranks, process groups and CPU mode: the only folder that touches Megatron's parallel state."""
 
-import warnings
-
-# Megatron-Core says at import which optional packages it does not find, a page of it. What that
-# means for a run is in the README; here it is noise.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer  # noqa: F401  (imported for its side effect)
-
 from lightning_dcp.parallel.binding import BoundSequences, bind_micro_batch, install_cp_hooks
 from lightning_dcp.parallel.context import ParallelContext, setup_parallel
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode

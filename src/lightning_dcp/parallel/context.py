@@ -59,15 +59,21 @@ class ParallelContext:
         if self.destroyed:
             return
         self.destroyed = True
+        try:
+            if dist.is_initialized():
+                self._destroy_groups()
+        finally:
+            parallel_state.destroy_model_parallel()
+            disable_cpu_mode()
+
+    def _destroy_groups(self) -> None:
         self.cp_groups.destroy()
-        dist.destroy_process_group(self.host_group)
-        # Megatron-Core forgets its groups and leaves them open.
-        groups = {id(group): group for group in vars(self.pg_collection).values()}
-        parallel_state.destroy_model_parallel()
-        for group in groups.values():
+        # Megatron-Core forgets its groups and leaves them open; one is not in the collection.
+        groups = [self.host_group, *vars(self.pg_collection).values()]
+        groups.append(parallel_state.get_tensor_and_data_parallel_group(check_initialized=False))
+        for group in {id(group): group for group in groups}.values():
             if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-        disable_cpu_mode()
 
 
 def setup_parallel(

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_INHERITED = object()
 
 
 class CudaNamesOnCpu(TorchFunctionMode):
@@ -137,7 +138,8 @@ class _CpuMode:
 
     def enter(self) -> None:
         for owner, name, stand_in in _replacements():
-            self._saved.append((owner, name, getattr(owner, name)))
+            # What was inherited is not put back, but laid bare again.
+            self._saved.append((owner, name, vars(owner).get(name, _INHERITED)))
             setattr(owner, name, stand_in)
         self._mode.__enter__()
 
@@ -145,7 +147,10 @@ class _CpuMode:
         self._mode.__exit__(None, None, None)
         while self._saved:
             owner, name, original = self._saved.pop()
-            setattr(owner, name, original)
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 _active: _CpuMode | None = None

@@ -1,0 +1,73 @@
+"""Parallel sizes: what they imply, and what is refused with both sides of the arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lightning_dcp.parallel import ParallelSizes
+
+NAMES = (
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+)
+
+
+def test_defaults_are_one_pool():
+    sizes = ParallelSizes(world_size=6)
+    assert sizes.dp_cp_size == sizes.data_parallel_size == 6
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "cp", "pool", "data"),
+    [(1, 1, 1, 1, 1), (8, 2, 1, 4, 4), (8, 2, 4, 4, 1), (6, 2, 3, 3, 1), (12, 3, 2, 4, 2)],
+)
+def test_pool_and_data_parallel_size(world, tp, cp, pool, data):
+    sizes = ParallelSizes(world_size=world, tensor_model_parallel_size=tp, context_parallel_size=cp)
+    assert (sizes.dp_cp_size, sizes.data_parallel_size) == (pool, data)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [0, -2])
+def test_sizes_below_one(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, found {value}"):
+        ParallelSizes(**{"world_size": 4, name: value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [2.0, "2", True, None])
+def test_sizes_that_are_no_ints(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be an int, found {value!r}"):
+        ParallelSizes(**{"world_size": 4, name: value})
+
+
+@pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
+def test_what_is_not_there_yet(name):
+    with pytest.raises(NotImplementedError, match=f"{name}=2: only 1 is supported"):
+        ParallelSizes(**{"world_size": 4, name: 2})
+
+
+@pytest.mark.parametrize(("world", "tp"), [(3, 2), (8, 3), (2, 4)])
+def test_tensor_parallel_size_that_does_not_divide_the_world(world, tp):
+    message = f"world size {world} is not a multiple of .* = {tp} x 1 = {tp}"
+    with pytest.raises(ValueError, match=message):
+        ParallelSizes(world_size=world, tensor_model_parallel_size=tp)
+
+
+def test_context_parallel_size_that_does_not_divide_the_pool():
+    message = (
+        r"DPxCP pool of 3 ranks \(world size 6 / TP 2 / PP 1\) is not a multiple of "
+        "context_parallel_size=2"
+    )
+    with pytest.raises(ValueError, match=message):
+        ParallelSizes(world_size=6, tensor_model_parallel_size=2, context_parallel_size=2)
+
+
+def test_sizes_are_frozen():
+    sizes = ParallelSizes(world_size=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sizes.world_size = 4

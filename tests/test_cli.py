@@ -1,0 +1,174 @@
+"""The command, the configs and the README's script, run as a user runs them."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def run(*command: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cwd / "cache"), "COLUMNS": "200"}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout
+    )
+
+
+def cli(*arguments: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "lightning_dcp", *arguments, cwd=cwd, timeout=timeout)
+
+
+SMALL = {
+    "trainer": {
+        "max_steps": 2,
+        "limit_val_batches": 1,
+        "val_check_interval": 2,
+        "strategy": {"init_args": {"max_seqlen_per_dp_cp_rank": 256}},
+    },
+    "model": {"init_args": {"model": {"hidden_size": 32, "num_layers": 1}}},
+    "data": {
+        "init_args": {
+            "data": ["{stdlib}/json/*.py", "{stdlib}/email/*.py"],
+            "max_length": 1024,
+            "long_documents": "split",
+            "global_batch_size": 6,
+            "val_fraction": 0.2,
+        }
+    },
+}
+
+
+def small(name: str, folder: Path) -> list[str]:
+    """The options that run a config on little data for two steps."""
+    overrides = folder / "overrides.yaml"
+    overrides.write_text(yaml.safe_dump(SMALL))
+    return [f"--config={ROOT / 'configs' / name}.yaml", f"--config={overrides}"]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "static_cp"])
+def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
+    options = small(name, tmp_path)
+    done = cli("fit", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = re.findall(
+        r"step (\d+) \| loss [\d.]+ \| [\d,]+ tokens \| .*CP sizes (.*)", done.stdout
+    )
+    assert [step for step, _ in steps] == ["1", "2"]
+    if name == "static_cp":
+        assert all(sizes.startswith("4 (") for _, sizes in steps)
+    assert "Epoch 0" in done.stdout + done.stderr
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    rows = list(csv.DictReader(metrics.open()))
+    assert sum(bool(row["train_loss"]) for row in rows) == 2
+    assert sum(bool(row["val_loss"]) for row in rows) == 1
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    saved = [float(row["val_loss"]) for row in rows if row["val_loss"]]
+    validated = cli("validate", *options, f"--ckpt_path={checkpoint}", cwd=tmp_path)
+    assert validated.returncode == 0, validated.stderr[-3000:]
+    (loss,) = re.findall(r"val_loss\W+([\d.]+)", validated.stdout)
+    assert float(loss) == pytest.approx(saved[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_parses(path, tmp_path):
+    done = cli("fit", "--config", str(path), "--print_config", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    parsed = yaml.safe_load(done.stdout)
+    assert parsed["trainer"]["strategy"]["class_path"].endswith("DynamicCPStrategy")
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("--trainer.strategy.init_args.max_seqlen=4", "max_seqlen"),
+        ("--model.init_args.model.layers=3", "layers"),
+        ("--data.init_args.path=x", "path"),
+        ("--trainer.strategy=[dynamic_cp]", "strategy"),
+        ("--trainer.strategy.init_args.max_seqlen_per_dp_cp_rank=0", "at least 1, found 0"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_named(override, found, tmp_path):
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    done = cli("fit", "--config", config, override, cwd=tmp_path)
+    assert done.returncode != 0
+    assert found in done.stderr
+
+
+def test_an_unknown_key_of_a_config_is_named(tmp_path):
+    config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    config["trainer"]["strategy"]["init_args"]["max_seqlen_per_rank"] = 4
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    done = cli("fit", "--config", str(path), cwd=tmp_path)
+    assert done.returncode != 0
+    assert "max_seqlen_per_rank" in done.stderr
+
+
+def test_a_data_path_that_does_not_exist_stops_every_process(tmp_path):
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    done = cli("fit", "--config", config, "--data.init_args.data=[nowhere/*.txt]", cwd=tmp_path)
+    assert done.returncode != 0
+    # Once from each of the four processes.
+    assert done.stderr.count("nowhere/*.txt") >= 4
+
+
+def help_of(*arguments: str, cwd: Path) -> str:
+    done = cli("fit", *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "target"),
+    [
+        ("--model.help", "lightning_dcp.DynamicCPModule"),
+        ("--data.help", "lightning_dcp.TextDataModule"),
+        ("--data.help", "lightning_dcp.SyntheticDataModule"),
+        ("--trainer.strategy.help", "lightning_dcp.DynamicCPStrategy"),
+    ],
+)
+def test_every_option_has_a_help_text(option, target, tmp_path):
+    text = help_of(option, target, cwd=tmp_path)
+    options = re.split(r"\n  (?=--)", text)[1:]
+    assert len(options) > 3
+    for described in options:
+        # Without a text of our own only the type and default in parentheses would be there.
+        words = re.sub(r"\((type|required).*", "", " ".join(described.split()))
+        name = described.split()[0]
+        assert len(words.split()) > 3, f"{name} has no help text: {described}"
+
+
+def readme_script() -> str:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return script
+
+
+def test_the_readmes_script_runs_as_printed(tmp_path):
+    script = readme_script()
+    assert len(script.splitlines()) <= 40
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    done = run(sys.executable, str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"step \d+ \| loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+def test_the_readmes_script_runs_under_torchrun(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(readme_script().replace("devices=4", "devices=2").replace("=512", "=1024"))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    done = run(*torchrun, "--nproc-per-node", "2", str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"step \d+ \| loss", done.stdout)) == 6
