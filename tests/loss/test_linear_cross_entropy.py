@@ -112,7 +112,7 @@ def test_one_temperature_a_row(reduction: Any) -> None:
     width=st.integers(1, 9),
     vocab=st.integers(1, 50),
     chunk_rows=st.integers(1, 50),
-    tile=st.integers(1, 200),
+    tiles=st.integers(1, 60),
     data=st.data(),
 )
 def test_any_shape_chunk_and_tile(
@@ -124,7 +124,7 @@ def test_any_shape_chunk_and_tile(
     labels = torch.where(mask, inputs.labels, IGNORED)
     reduction = data.draw(st.sampled_from(["sum", "none"]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_dcp.loss._softmax._TILE_CPU", tile)
+        patch.setattr("lightning_dcp.loss._softmax._TILES", tiles)
         found = linear_cross_entropy(
             *vars(inputs).values(),
             loss_mask=mask,

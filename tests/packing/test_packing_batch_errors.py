@@ -172,5 +172,5 @@ def test_token_keys_hold_one_value_a_token(key):
 
 
 def test_ids_are_integers_whether_or_not_the_vocabulary_is_known():
-    with pytest.raises(TypeError, match="must hold integers, found torch.float32"):
+    with pytest.raises(TypeError, match=r"must hold integers, found torch\.float32"):
         read_global_batch({"input_ids": floats(3, 2)})

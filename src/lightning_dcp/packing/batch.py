@@ -15,6 +15,9 @@ from lightning_dcp.packing.jagged import Jagged, is_jagged, read_jagged
 IGNORE_INDEX = -100
 """Label of a token that is no target, as in ``torch.nn.functional.cross_entropy``."""
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types that torch can store and do little else with."""
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -76,9 +79,9 @@ def read_global_batch(batch: Mapping[str, Any], *, vocab_size: int | None = None
         if key != "input_ids"
     }
     labels, loss_mask = (_pop_jagged(rest, key) for key in ("labels", "loss_mask"))
-    _check_ids(tokens, "input_ids", vocab_size, ignore=False)
+    tokens = _checked_ids(tokens, "input_ids", vocab_size, ignore=False)
     if labels is not None:
-        _check_ids(labels, "labels", vocab_size, ignore=True)
+        labels = _checked_ids(labels, "labels", vocab_size, ignore=True)
     if loss_mask is not None:
         _check_mask(loss_mask)
     return GlobalBatch(tokens, tokens if labels is None else labels, loss_mask, rest)
@@ -136,8 +139,10 @@ def _check_one_value_a_token(jagged: Jagged, name: str) -> None:
         )
 
 
-def _check_ids(jagged: Jagged, name: str, vocab_size: int | None, *, ignore: bool) -> None:
-    """Names the first sample with an id outside the vocabulary; host tensors only.
+def _checked_ids(jagged: Jagged, name: str, vocab_size: int | None, *, ignore: bool) -> Jagged:
+    """The ids, or an error that names the first sample with one outside the vocabulary.
+
+    Ids of tensors on the host only are compared with the vocabulary.
 
     On a device the check would wait for it at every step, so that ids are left to the embedding.
     """
@@ -145,12 +150,14 @@ def _check_ids(jagged: Jagged, name: str, vocab_size: int | None, *, ignore: boo
     values = jagged.values
     if values.is_floating_point() or values.dtype == torch.bool:
         raise TypeError(f"'{name}' must hold integers, found {values.dtype}.")
+    if values.dtype in _UNSIGNED:
+        values = values.to(torch.int64)
+        jagged = Jagged(values, jagged.starts, jagged.lengths)
     if vocab_size is None or values.device.type != "cpu" or values.numel() == 0:
-        return
-    values = values.to(torch.int64)  # torch compares few of the unsigned types
+        return jagged
     low, high = (int(bound) for bound in torch.aminmax(values))
     if low >= 0 and high < vocab_size:
-        return
+        return jagged
     for sample, (start, length) in enumerate(zip(jagged.starts, jagged.lengths, strict=True)):
         ids = values[start : start + length]
         bad = (ids < 0) | (ids >= vocab_size)
@@ -163,6 +170,7 @@ def _check_ids(jagged: Jagged, name: str, vocab_size: int | None, *, ignore: boo
                 f"vocabulary has ids 0 to {vocab_size - 1}. Use the tokenizer that the model's "
                 "vocab_size is for, or a larger vocab_size."
             )
+    return jagged
 
 
 def _check_mask(mask: Jagged) -> None:
