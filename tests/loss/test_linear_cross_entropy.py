@@ -116,7 +116,7 @@ def test_one_temperature_a_row(reduction: Any) -> None:
     data=st.data(),
 )
 def test_any_shape_chunk_and_tile(
-    rows: int, width: int, vocab: int, chunk_rows: int, tile: int, data: st.DataObject
+    rows: int, width: int, vocab: int, chunk_rows: int, tiles: int, data: st.DataObject
 ) -> None:
     real = data.draw(st.integers(1, vocab))
     inputs = make_inputs(rows, width, vocab, real=real)

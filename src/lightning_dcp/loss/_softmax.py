@@ -185,9 +185,10 @@ def exponentials_to_gradient_(chunk: Chunk, statistics: RowStatistics) -> Tensor
     """
     # p - 1 of the target from its loss: the difference would vanish in bfloat16.
     at_target = statistics.sum_exp * torch.expm1(-statistics.loss)
-    return chunk.logits.scatter_(
-        1, chunk.labels[:, None], at_target[:, None].to(chunk.logits.dtype)
-    )
+    # Not scatter_, which makes a copy of the whole chunk in bfloat16 on a CPU.
+    rows = torch.arange(len(chunk.labels), device=chunk.labels.device)
+    chunk.logits[rows, chunk.labels] = at_target.to(chunk.logits.dtype)
+    return chunk.logits
 
 
 def logits_to_gradient_(

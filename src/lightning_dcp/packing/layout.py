@@ -91,21 +91,48 @@ class PackLayout:
         return np.repeat(np.arange(len(self.lengths)), np.diff(self.row_starts))
 
     @cached_property
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``[num_runs]`` int64 each: first position and rows of each run of consecutive positions.
+
+        The local rows are these runs one after another: one a sequence without context parallelism,
+        else two, chunk ``r`` and chunk ``2 * cp_size - 1 - r``.
+        """
+        rows = np.diff(self.row_starts)
+        if self.cp_size == 1:
+            return np.zeros_like(rows), rows
+        size = rows // 2
+        chunks = np.array([self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank])
+        return (size[:, None] * chunks).ravel(), np.repeat(size, 2)
+
+    @cached_property
     def positions(self) -> NDArray[np.int64]:
         """``[num_rows]`` int64: each local row's position in its own sequence, padding included."""
-        row = np.arange(self.num_rows) - self.row_starts[self.sequence_of_row]
-        if self.cp_size == 1:
-            return row
-        chunk = (self.padded_lengths // (2 * self.cp_size))[self.sequence_of_row]
-        # Chunk r becomes the first half of the rows, chunk 2 cp - 1 - r the second.
-        first = self.cp_rank * chunk
-        second = (2 * self.cp_size - 2 - self.cp_rank) * chunk
-        return row + np.where(row < chunk, first, second)
+        first, num_rows = self.runs
+        ends = np.cumsum(num_rows)
+        positions: NDArray[np.int64] = np.repeat(first - (ends - num_rows), num_rows)
+        positions += np.arange(len(positions))
+        return positions
+
+    def rows_past_the_end(self, shift: int) -> NDArray[np.int64]:
+        """Local rows, ascending, whose position plus ``shift`` is no token of their sequence.
+
+        They lie at the ends of runs and are few: at most the padding and ``shift`` a sequence.
+
+        Args:
+            shift: 0 gives the padding, 1 the rows without a next token.
+        """
+        first, num_rows = self.runs
+        lengths = np.repeat(np.asarray(self.lengths, np.int64), 2 if self.cp_size > 1 else 1)
+        num_past = num_rows - np.clip(lengths - shift - first, 0, num_rows)
+        shifts = np.cumsum(num_rows) - np.cumsum(num_past)
+        return np.repeat(shifts, num_past) + np.arange(num_past.sum())
 
     @cached_property
     def is_token(self) -> NDArray[np.bool_]:
         """``[num_rows]`` bool: whether the local row is a token and not padding."""
-        return self.positions < np.asarray(self.lengths, np.int64)[self.sequence_of_row]
+        is_token = np.ones(self.num_rows, np.bool_)
+        is_token[self.rows_past_the_end(0)] = False
+        return is_token
 
     @cached_property
     def gather_index(self) -> NDArray[np.int64]:

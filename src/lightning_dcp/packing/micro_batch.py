@@ -124,7 +124,7 @@ def pack_micro_batch(
     loss_mask = labels != IGNORE_INDEX
     if batch.loss_mask is not None:
         loss_mask &= pick(batch.loss_mask, fill=0, shift=1).bool()
-        labels = labels.masked_fill(~loss_mask, IGNORE_INDEX)
+        labels.masked_fill_(~loss_mask, IGNORE_INDEX)
     device = labels.device
     return MicroBatch(
         input_ids=pick(batch.input_ids, fill=0, dtype=torch.int64),
@@ -134,7 +134,7 @@ def pack_micro_batch(
         padding_mask=_to_device(~layout.is_token, device),
         packed_seq_params=_packed_sequences(layout, device),
         local_cp_size=cp_size,
-        sample_ids=tuple(int(sample) for sample in ids),
+        sample_ids=tuple(ids.tolist()),
         num_tokens=loss_mask.sum(),
         is_group_leader=cp_rank == 0,
         extras={key: pick.extra(value) for key, value in batch.extras.items()},
@@ -156,9 +156,7 @@ class _RowPicker:
         index, no_source = self._index(jagged, shift)
         # Before the fill: an unsigned type would wrap -100 around to a real id.
         rows = jagged.values.index_select(0, index).to(dtype or jagged.values.dtype)
-        if no_source is None:
-            return rows
-        return rows.masked_fill_(no_source.view(-1, *[1] * (rows.dim() - 1)), fill)
+        return rows if no_source is None else rows.index_fill_(0, no_source, fill)
 
     def extra(self, value: Jagged | Tensor) -> Tensor:
         """A per-token key by row, a per-sample one by sample of the pack."""
@@ -169,13 +167,13 @@ class _RowPicker:
     def _index(self, jagged: Jagged, shift: int) -> tuple[Tensor, Tensor | None]:
         key = (id(jagged.starts), shift, jagged.values.device)
         if key not in self._indices:
-            layout = self._layout
             starts = jagged.starts[self._sample_ids]
-            lengths = np.asarray(layout.lengths, np.int64)
-            positions = layout.positions + shift
-            has_source = positions < lengths[layout.sequence_of_row]
-            index = np.where(has_source, starts[layout.sequence_of_row] + positions, starts[0])
-            no_source = None if has_source.all() else _to_device(~has_source, key[2])
+            index = np.repeat(starts + shift, np.diff(self._layout.row_starts))
+            index += self._layout.positions
+            past = self._layout.rows_past_the_end(shift)
+            # Any row that is there; what comes from it is overwritten.
+            index[past] = starts[0]
+            no_source = _to_device(past, key[2]) if len(past) else None
             self._indices[key] = (_to_device(index, key[2]), no_source)
         return self._indices[key]
 
