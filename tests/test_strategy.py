@@ -282,6 +282,10 @@ def test_a_step_is_logged_once(tmp_path):
     np.testing.assert_allclose(losses, expected()["losses"], rtol=1e-5)
     assert all(float(row["grad_norm"]) > 0 for row in steps)
     assert {"micro_batches", "cp_size_min", "cp_size_max", "val_loss"} <= set(rows[0])
+    # The share of the time that a step waited for its plan; the first has none before it.
+    shares = [row["plan_wait_share"] for row in steps]
+    assert shares[0] == ""
+    assert all(0 <= float(share) <= 1 for share in shares[1:])
     assert sum(bool(row["val_loss"]) for row in rows) == 1
 
 

@@ -180,6 +180,8 @@ class DynamicCPModule(LightningModule):
             "cp_size_min": float(min(sizes)),
             "cp_size_max": float(max(sizes)),
         }
+        if step.plan_wait_share is not None:
+            values["plan_wait_share"] = step.plan_wait_share
         samples = len(step.plan.lengths)
         self.log("train_loss", step.loss, prog_bar=True, batch_size=samples)
         self.log_dict(values, batch_size=samples)

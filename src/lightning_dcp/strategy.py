@@ -37,6 +37,7 @@ from lightning_dcp.engine import (
     DynamicCPEngine,
     MegatronOptimizer,
     OptimizerSettings,
+    PlanningLoader,
     PlanSettings,
     StepResult,
     build_optimizer,
@@ -356,6 +357,8 @@ class DynamicCPStrategy(ParallelStrategy):
         if self._remove_hooks is not None:
             self._remove_hooks()
             self._remove_hooks = None
+        if self.engine is not None:
+            self.engine.close()
         self._ddp = self.engine = None
         if self._context is not None:
             self._context.destroy()
@@ -364,6 +367,11 @@ class DynamicCPStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        # Lightning asks a loader for the next batch before a step: its plan is made meanwhile.
+        return dataloader if self.engine is None else PlanningLoader(dataloader, self.engine.ahead)
 
     # -- steps --------------------------------------------------------------------------------
 

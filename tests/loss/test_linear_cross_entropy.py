@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_reference import IGNORED, Inputs, gradients, make_inputs, reference
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dcp.loss import _linear_cross_entropy, linear_cross_entropy
@@ -338,6 +339,33 @@ def test_sure_prediction_keeps_its_gradient_in_bfloat16() -> None:
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_nothing_waits_for_a_gpu(reduction: Any, dtype: torch.dtype, row_selection: str) -> None:
+    # Fake tensors have no values: reading one on the host raises, and so does a wrong dtype.
+    if row_selection == "compact":
+        pytest.skip("the CPU's selection reads values")
+    rows, device = 30, "cuda"
+    with FakeTensorMode():
+        hidden = torch.randn(rows, 4, device=device, dtype=dtype, requires_grad=True)
+        weight = torch.randn(50, 4, device=device, dtype=dtype, requires_grad=True)
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            torch.zeros(rows, dtype=torch.long, device=device),
+            loss_mask=torch.ones(rows, device=device),
+            temperature=torch.ones(rows, device=device),
+            vocab_size=40,
+            chunk_rows=7,
+            label_smoothing=0.1,
+            z_loss=0.1,
+            reduction=reduction,
+        )
+    assert loss.device.type == device
+    assert loss.dtype == torch.float32
 
 
 class MatrixProducts(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """Forward and backward over a plan, the optimizer, and full checkpoints of sharded states."""
 
+from lightning_dcp.engine.ahead import PlanningLoader
 from lightning_dcp.engine.checkpoint import (
     full_model_state,
     full_optimizer_state,
@@ -15,6 +16,7 @@ __all__ = [
     "MegatronOptimizer",
     "OptimizerSettings",
     "PlanSettings",
+    "PlanningLoader",
     "StepResult",
     "build_optimizer",
     "full_model_state",

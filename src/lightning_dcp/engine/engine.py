@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dcp.engine.agreement import agree_on_lengths
+from lightning_dcp.engine.ahead import PlanAhead
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import ParallelContext, bind_micro_batch
 from lightning_dcp.planning import Plan, plan_global_batch
@@ -43,10 +47,12 @@ class PlannedBatch:
     Attributes:
         batch: The batch.
         plan: The plan, the same on every rank.
+        plan_wait: Seconds that this rank had to wait for the plan.
     """
 
     batch: GlobalBatch
     plan: Plan
+    plan_wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,14 @@ class StepResult:
         loss: float32 scalar, detached: the mean loss of the global batch's target tokens.
         num_tokens: int64 scalar tensor: target tokens of the global batch.
         plan: The plan that ran.
+        plan_wait_share: Share of the time since the step before that this rank spent waiting for
+            the plan; None for the first step. It alone may differ between ranks.
     """
 
     loss: Tensor
     num_tokens: Tensor
     plan: Plan
+    plan_wait_share: float | None = None
 
 
 class DynamicCPEngine:
@@ -75,6 +84,12 @@ class DynamicCPEngine:
     def __init__(self, context: ParallelContext, settings: PlanSettings) -> None:
         self.context = context
         self.settings = settings
+        self.ahead = PlanAhead(self._plan)
+        self._last_planned: float | None = None
+
+    def close(self) -> None:
+        """Ends the thread that plans ahead."""
+        self.ahead.close()
 
     def prepare(self, batch: Mapping[str, Any], *, vocab_size: int | None = None) -> PlannedBatch:
         """Checks a global batch, compares it over all ranks and plans it; a collective.
@@ -92,7 +107,7 @@ class DynamicCPEngine:
         error: Exception | None = None
         try:
             read = read_global_batch(batch, vocab_size=vocab_size)
-            prepared = PlannedBatch(read, self._plan(read))
+            prepared = PlannedBatch(read, *self.ahead.get(read.lengths))
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
@@ -100,9 +115,9 @@ class DynamicCPEngine:
         assert prepared is not None
         return prepared
 
-    def _plan(self, batch: GlobalBatch) -> Plan:
+    def _plan(self, lengths: NDArray[np.int64]) -> Plan:
         return plan_global_batch(
-            batch.lengths,
+            lengths,
             num_ranks=self.context.sizes.dp_cp_size,
             max_seqlen_per_dp_cp_rank=self.settings.max_seqlen_per_dp_cp_rank,
             planner=self.settings.planner,
@@ -150,6 +165,7 @@ class DynamicCPEngine:
             force_all_reduce: Leave whole gradients on every rank, also where the distributed
                 optimizer needs only a shard.
         """
+        share = self._wait_share(planned)
         _zero_gradients(ddp)
         ddp.force_all_reduce = force_all_reduce
         totals = _Totals(self.context.device)
@@ -167,7 +183,12 @@ class DynamicCPEngine:
             pg_collection=self.context.pg_collection,
             force_all_reduce=force_all_reduce,
         )
-        return totals.result(self.context, planned.plan)
+        return replace(totals.result(self.context, planned.plan), plan_wait_share=share)
+
+    def _wait_share(self, planned: PlannedBatch) -> float | None:
+        now, before = time.perf_counter(), self._last_planned
+        self._last_planned = now
+        return None if before is None else min(planned.plan_wait / (now - before), 1.0)
 
     @torch.no_grad()
     def eval_step(self, planned: PlannedBatch, micro_batch_step: MicroBatchStep) -> StepResult:

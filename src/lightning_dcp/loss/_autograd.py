@@ -16,8 +16,6 @@ from lightning_dcp.loss._softmax import (
     Chunk,
     Objective,
     RowGradient,
-    RowStatistics,
-    exponentials_to_gradient_,
     logits_to_gradient_,
     row_statistics,
     statistics_dtype,
@@ -34,12 +32,6 @@ class Problem:
     objective: Objective
     chunk_rows: int
 
-    @property
-    def plain(self) -> bool:
-        """Whether the gradient of a row is the softmax less the target, all on this rank."""
-        objective = self.objective
-        return not (objective.label_smoothing or objective.z_loss or self.shard.group)
-
 
 class SummedLoss(torch.autograd.Function):
     """The sum of all rows' losses; the gradients are made along with it, while logits exist."""
@@ -49,16 +41,11 @@ class SummedLoss(torch.autograd.Function):
         losses, maxima, sums = _per_row(3, hidden, problem)
         gradients = _Gradients(hidden, weight, problem, ctx.needs_input_grad)
         ones = problem.rows.select(losses.new_ones(problem.rows.num_rows))
-        # Exponentials that are not divided by their sum yet would overflow a float16 product.
-        short = problem.plain and hidden.dtype != torch.float16
         for chunk in _chunks(hidden, weight, problem):
-            found = row_statistics(chunk, problem.objective, problem.shard, keep_exponentials=short)
+            found = row_statistics(chunk, problem.objective, problem.shard)
             at = chunk.rows
             losses[at], maxima[at], sums[at] = found.loss, found.maximum, found.sum_exp
-            if short:
-                gradients.add_exponentials(chunk, found, ones[at])
-            else:
-                gradients.add(chunk, RowGradient(found.maximum, found.sum_exp, ones[at]))
+            gradients.add(chunk, RowGradient(found.maximum, found.sum_exp, ones[at]))
         ctx.problem, ctx.made = problem, gradients.result()
         ctx.save_for_backward(hidden, weight, maxima, sums)
         return problem.rows.expand(losses).sum()
@@ -132,19 +119,6 @@ class _Gradients:
             self._problem.rows.store(self._hidden_grad, chunk.rows, dlogits @ self._weight)
         if self._weight_grad is not None:
             self._weight_grad.add(dlogits, chunk.hidden)
-
-    def add_exponentials(self, chunk: Chunk, statistics: RowStatistics, grad: Tensor) -> None:
-        """The same from exponentials, for losses with the gradient ``grad`` [R]."""
-        if self._hidden_grad is None and self._weight_grad is None:
-            return
-        dlogits = exponentials_to_gradient_(chunk, statistics)
-        scale = chunk.over_temperature(grad / statistics.sum_exp)[:, None]
-        dtype = chunk.hidden.dtype
-        if self._hidden_grad is not None:
-            of_hidden = (dlogits @ self._weight * scale).to(dtype)
-            self._problem.rows.store(self._hidden_grad, chunk.rows, of_hidden)
-        if self._weight_grad is not None:
-            self._weight_grad.add(dlogits, (chunk.hidden * scale).to(dtype))
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden (summed over the tensor-parallel group) and weight."""

@@ -56,9 +56,9 @@ class Chunk:
         for first in range(0, self.logits.shape[1], width):
             yield first, self.logits[:, first : first + width]
 
-    def scaled(self, tile: Tensor, *, copy: bool = True) -> Tensor:
-        """``tile`` over the temperature in the dtype of the statistics, a copy or maybe itself."""
-        work = tile.to(statistics_dtype(tile.dtype), copy=copy)
+    def scaled(self, tile: Tensor) -> Tensor:
+        """A copy of ``tile`` over the temperature, in the dtype of the statistics."""
+        work = tile.to(statistics_dtype(tile.dtype), copy=True)
         inverse = self.inverse_temperature
         return work if inverse is None else work.mul_(inverse[:, None])
 
@@ -111,21 +111,12 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_statistics(
-    chunk: Chunk, objective: Objective, shard: VocabShard, *, keep_exponentials: bool = False
-) -> RowStatistics:
+def row_statistics(chunk: Chunk, objective: Objective, shard: VocabShard) -> RowStatistics:
     """Loss and entropy of every row, reduced over the tensor-parallel group.
 
     One collective: each rank sends its own maximum along with sums relative to it.
-
-    Args:
-        chunk: Its logits are left alone unless ``keep_exponentials``.
-        objective: Smoothing, z-loss and whether the entropy is wanted.
-        shard: This rank's slice of the vocabulary.
-        keep_exponentials: Overwrite the logits by their exponentials relative to the maximum of
-            this rank's slice, for :func:`exponentials_to_gradient_`; without the entropy only.
     """
-    gathered = shard.gather(_local_sums(chunk, objective, shard, keep_exponentials))
+    gathered = shard.gather(_local_sums(chunk, objective, shard))
     maxima, sums, targets, *rest = gathered.unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
@@ -145,7 +136,7 @@ def row_statistics(
     return RowStatistics(maximum, sum_exp, loss, log_sum - moments / sum_exp)
 
 
-def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard, keep: bool) -> Tensor:
+def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard) -> Tensor:
     """[k, R]: maximum, sum of exp, target logit, then what ``objective`` needs."""
     logits, num_rows = chunk.logits, len(chunk.labels)
     dtype = statistics_dtype(logits.dtype)
@@ -158,7 +149,7 @@ def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard, keep: boo
         target = chunk.over_temperature(target)
         maximum = chunk.over_temperature(logits.amax(1).to(dtype))
     for _, tile in chunk.tiles():
-        shifted = chunk.scaled(tile, copy=not keep).sub_(maximum[:, None])
+        shifted = chunk.scaled(tile).sub_(maximum[:, None])
         if objective.label_smoothing:
             logit_sum += (shifted + maximum[:, None]).sum(1)
         if objective.entropy:
@@ -167,28 +158,12 @@ def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard, keep: boo
             moment += exponentials.mul_(shifted).sum(1)
         else:
             total += shifted.exp_().sum(1)
-        if keep and shifted is not tile:
-            tile.copy_(shifted)
     sums = [maximum, total, target]
     if objective.label_smoothing:
         sums.append(logit_sum)
     if objective.entropy:
         sums.append(moment)
     return torch.stack(sums)
-
-
-def exponentials_to_gradient_(chunk: Chunk, statistics: RowStatistics) -> Tensor:
-    """Turns exponentials [R, V] into the gradient of the plain losses, each row times its sum.
-
-    For a whole vocabulary without smoothing and z-loss. Dividing by the sum is left to the small
-    operands of the products, which saves this pass over the chunk.
-    """
-    # p - 1 of the target from its loss: the difference would vanish in bfloat16.
-    at_target = statistics.sum_exp * torch.expm1(-statistics.loss)
-    # Not scatter_, which makes a copy of the whole chunk in bfloat16 on a CPU.
-    rows = torch.arange(len(chunk.labels), device=chunk.labels.device)
-    chunk.logits[rows, chunk.labels] = at_target.to(chunk.logits.dtype)
-    return chunk.logits
 
 
 def logits_to_gradient_(

@@ -1,0 +1,109 @@
+"""Plans are made while the previous step runs, by the same function, for the same lengths."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import trainers
+from distributed import run_distributed
+from lightning_dcp import DynamicCPModule
+from lightning_dcp.engine import engine as engine_module
+from lightning_dcp.engine.ahead import PlanAhead, PlanningLoader
+from lightning_dcp.planning import plan_global_batch
+
+
+def plan(lengths):
+    return plan_global_batch(lengths, num_ranks=2, max_seqlen_per_dp_cp_rank=64)
+
+
+@pytest.fixture
+def ahead():
+    planner = PlanAhead(plan)
+    yield planner
+    planner.close()
+
+
+def test_a_submitted_batch_has_the_plan_that_planning_gives(ahead):
+    batch = trainers.jagged([[1, 2, 3], [4, 5]])
+    ahead.submit(batch)
+    lengths = np.array([3, 2])
+    assert ahead.get(lengths)[0] == plan(lengths)
+    # Asked again, it is planned on the spot.
+    assert ahead.get(lengths)[0] == plan(lengths)
+
+
+def test_what_is_no_batch_is_left_to_the_step(ahead):
+    for batch in ([1], {"ids": 1}, {"input_ids": torch.zeros(2, 2)}, None):
+        ahead.submit(batch)
+
+
+def test_an_error_of_the_planner_is_raised_where_the_plan_is_wanted(ahead):
+    ahead.submit(trainers.jagged([[1] * 200]))
+    with pytest.raises(ValueError, match="sample 0 has length 200"):
+        ahead.get(np.array([200]))
+
+
+def test_plans_that_nobody_wants_are_dropped(ahead):
+    for length in range(1, 60):
+        ahead.submit(trainers.jagged([[1] * length]))
+    assert len(ahead._plans) <= 16
+
+
+def test_the_loader_keeps_its_own_attributes(ahead):
+    batches = [trainers.jagged([[1, 2]]), trainers.jagged([[3]])]
+    loader = DataLoader(batches, batch_size=None)
+    wrapped = PlanningLoader(loader, ahead)
+    assert len(wrapped) == 2
+    assert wrapped.sampler is loader.sampler
+    assert [batch["input_ids"].values().tolist() for batch in wrapped] == [[1, 2], [3]]
+    assert len(ahead._plans) == 2
+
+
+class CutsShort(DynamicCPModule):
+    """Changes the lengths after the plan was begun."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        rows = [row[:-1] for row in batch["input_ids"].unbind() if len(row) > 1]
+        return {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+
+
+def fit(kind: str):
+    threads = Counter()
+
+    def watched(lengths, **options):
+        threads[threading.current_thread().name.split("_")[0]] += 1
+        return plan_global_batch(lengths, **options)
+
+    engine_module.plan_global_batch = watched
+    module = {"plain": trainers.module(), "cut": CutsShort(trainers.CONFIG)}[kind]
+    shares, plans = [], []
+
+    def on_end(*_):
+        shares.append(module.last_step.plan_wait_share)
+        plans.append(module.last_step.plan)
+
+    module.on_train_batch_end = on_end
+    trainers.trainer(48).fit(module, trainers.batches(3, 1))
+    return dict(threads), shares, plans
+
+
+def test_a_fit_plans_every_batch_in_the_thread():
+    results = run_distributed(fit, 2, "plain")
+    for threads, shares, plans in results:
+        assert threads == {"plan-ahead": 4}
+        assert shares[0] is None
+        assert all(0 <= share <= 1 for share in shares[1:])
+        assert plans == results[0][2]
+
+
+def test_a_batch_that_changes_on_its_way_is_planned_as_it_arrives():
+    for threads, _, plans in run_distributed(fit, 2, "cut"):
+        assert threads["MainThread"] == 4
+        wanted = [sorted(n - 1 for n in lengths if n > 1) for lengths in trainers.LENGTHS[:3]]
+        assert [sorted(plan.lengths) for plan in plans] == wanted
