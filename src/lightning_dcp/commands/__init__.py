@@ -1,0 +1,1 @@
+"""Commands of ``lightning-dcp`` beside those of LightningCLI."""

@@ -1,0 +1,148 @@
+"""The comparison's arithmetic, and one comparison as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from lightning_dcp.commands.compare import compare
+from lightning_dcp.commands.comparison import TimedStep, compare_steps, describe
+
+
+def run(*seconds: float, tokens: int = 100, loss: float = 2.0) -> list[TimedStep]:
+    return [
+        TimedStep(
+            step=6 + i,
+            seconds=time,
+            tokens=tokens - 4,
+            sequence_tokens=tokens,
+            loss=loss,
+            cp_sizes={1: 2, 4: 1},
+        )
+        for i, time in enumerate(seconds)
+    ]
+
+
+def test_the_ratio_is_of_all_steps_and_its_spread_of_each():
+    # Static 2 and 4 seconds on average, dynamic 1 and 4: 6 / 5; step by step 2 and 1.
+    static = [run(1.0, 5.0), run(3.0, 3.0)]
+    dynamic = [run(1.0, 4.0), run(1.0, 4.0)]
+    comparison = compare_steps(static, dynamic)
+    assert comparison.ratio == pytest.approx(6 / 5)
+    assert comparison.ratio_quartiles == pytest.approx((1.25, 1.75))
+    assert comparison.static_seconds == 3.0
+    assert comparison.dynamic_seconds == 2.5
+    assert comparison.static_tokens_per_second == pytest.approx(100 / 3.0)
+    assert comparison.cp_sizes == {1: 4, 4: 2}
+    assert "1.200 times as fast" in describe(comparison)
+
+
+def test_losses_are_compared_step_by_step():
+    comparison = compare_steps([run(1.0, 1.0)], [run(1.0, 1.0, loss=2.002)])
+    assert comparison.mean_loss_difference == pytest.approx(1e-3)
+    assert comparison.max_loss_difference == pytest.approx(1e-3)
+
+
+def test_different_tokens_give_no_ratio():
+    comparison = compare_steps([run(1.0)], [run(1.0, tokens=101)])
+    assert comparison.ratio is None
+    assert comparison.ratio_quartiles is None
+    assert "no ratio: the runs processed different tokens, 100 and 101" in describe(comparison)
+    # As many in all, but not the same in each step.
+    mixed = [run(1.0, 1.0)]
+    swapped = [
+        [replace(mixed[0][0], sequence_tokens=99), replace(mixed[0][1], sequence_tokens=101)]
+    ]
+    assert compare_steps(mixed, swapped).ratio is None
+
+
+def test_runs_that_cannot_be_compared():
+    with pytest.raises(ValueError, match="different steps"):
+        compare_steps([run(1.0, 1.0)], [run(1.0)])
+    with pytest.raises(ValueError, match="at least one step"):
+        compare_steps([[]], [[]])
+    with pytest.raises(ValueError, match="1 static and 0 dynamic"):
+        compare_steps([run(1.0)], [])
+
+
+CONFIG = {
+    "seed_everything": 0,
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 2,
+        "enable_model_summary": False,
+        "strategy": {
+            "class_path": "lightning_dcp.DynamicCPStrategy",
+            "init_args": {"max_seqlen_per_dp_cp_rank": 64, "planner": "longest_sequence"},
+        },
+    },
+    "model": {
+        "class_path": "lightning_dcp.DynamicCPModule",
+        "init_args": {"model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}},
+    },
+    "data": {
+        "class_path": "lightning_dcp.SyntheticDataModule",
+        "init_args": {
+            "max_length": 128,
+            "lengths": {"kind": "uniform", "low": 4, "high": 60},
+            "global_batch_size": 6,
+            "num_batches": 8,
+            "num_workers": 0,
+        },
+    },
+}
+
+
+def test_a_comparison_from_one_checkpoint(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    comparison = compare(
+        [str(config)], steps=2, warmup_steps=1, rounds=1, json_file=str(out), plot=str(picture)
+    )
+    assert comparison.ratio is not None
+    assert comparison.num_steps == 2
+    # The losses of the same step, from the same weights: the layout changes rounding alone.
+    assert comparison.max_loss_difference < 1e-5
+    runs = json.loads(out.read_text())["runs"]
+    assert [step["step"] for step in runs["static"][0]] == [3, 4]
+    assert all(set(step["cp_sizes"]) == {"2"} for step in runs["static"][0])
+    assert any("1" in step["cp_sizes"] for step in runs["dynamic"][0])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "times as fast as static" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_run_that_fails_shows_what_it_printed(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**CONFIG, "no_such_key": 1}))
+    with pytest.raises(RuntimeError, match="no_such_key"):
+        compare([str(config)], steps=1, warmup_steps=0, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": []}, "needs --config"),
+        ({"config": ["nowhere.yaml"]}, "nowhere.yaml: there is no such file"),
+        ({"steps": 0}, "at least 1"),
+        ({"rounds": 0}, "at least 1"),
+        ({"warmup_steps": -1}, "at least 0"),
+    ],
+)
+def test_bad_options(options, message, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    with pytest.raises(ValueError, match=message):
+        compare(**{"config": [str(config)], **options})
+
+
+def test_a_static_size_that_the_config_does_not_tell(tmp_path):
+    config = tmp_path / "config.yaml"
+    trainer = {**CONFIG["trainer"], "devices": "auto"}
+    config.write_text(yaml.safe_dump({**CONFIG, "trainer": trainer}))
+    with pytest.raises(ValueError, match="give --context_parallel_size"):
+        compare([str(config)])
