@@ -113,11 +113,11 @@ def test_one_temperature_a_row(reduction: Any) -> None:
     width=st.integers(1, 9),
     vocab=st.integers(1, 50),
     chunk_rows=st.integers(1, 50),
-    tiles=st.integers(1, 60),
+    blocks=st.integers(1, 60),
     data=st.data(),
 )
-def test_any_shape_chunk_and_tile(
-    rows: int, width: int, vocab: int, chunk_rows: int, tiles: int, data: st.DataObject
+def test_any_shape_chunk_and_block(
+    rows: int, width: int, vocab: int, chunk_rows: int, blocks: int, data: st.DataObject
 ) -> None:
     real = data.draw(st.integers(1, vocab))
     inputs = make_inputs(rows, width, vocab, real=real)
@@ -125,7 +125,7 @@ def test_any_shape_chunk_and_tile(
     labels = torch.where(mask, inputs.labels, IGNORED)
     reduction = data.draw(st.sampled_from(["sum", "none"]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_dcp.loss._softmax._TILES", tiles)
+        patch.setattr("lightning_dcp.loss._softmax._BLOCKS", blocks)
         found = linear_cross_entropy(
             *vars(inputs).values(),
             loss_mask=mask,
@@ -338,7 +338,7 @@ def test_sure_prediction_keeps_its_gradient_in_bfloat16() -> None:
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+    return float((found.detach().double() - expected.detach()).norm() / expected.detach().norm())
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type")

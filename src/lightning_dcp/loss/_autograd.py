@@ -18,6 +18,7 @@ from lightning_dcp.loss._softmax import (
     RowGradient,
     logits_to_gradient_,
     row_statistics,
+    statistics_and_gradient_,
     statistics_dtype,
 )
 from lightning_dcp.loss._weight_grad import WeightGradient
@@ -42,10 +43,13 @@ class SummedLoss(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, problem, ctx.needs_input_grad)
         ones = problem.rows.select(losses.new_ones(problem.rows.num_rows))
         for chunk in _chunks(hidden, weight, problem):
-            found = row_statistics(chunk, problem.objective, problem.shard)
             at = chunk.rows
+            if any(ctx.needs_input_grad):
+                found = statistics_and_gradient_(chunk, ones[at], problem.objective, problem.shard)
+                gradients.add(chunk)
+            else:
+                found = row_statistics(chunk, problem.objective, problem.shard)
             losses[at], maxima[at], sums[at] = found.loss, found.maximum, found.sum_exp
-            gradients.add(chunk, RowGradient(found.maximum, found.sum_exp, ones[at]))
         ctx.problem, ctx.made = problem, gradients.result()
         ctx.save_for_backward(hidden, weight, maxima, sums)
         return problem.rows.expand(losses).sum()
@@ -110,15 +114,12 @@ class _Gradients:
         self._hidden_grad = torch.zeros_like(hidden) if needed[0] else None
         self._weight_grad = WeightGradient(weight, problem.shard.size) if needed[1] else None
 
-    def add(self, chunk: Chunk, gradient: RowGradient) -> None:
-        """Adds one chunk's share, which uses up its logits."""
-        if self._hidden_grad is None and self._weight_grad is None:
-            return
-        dlogits = logits_to_gradient_(chunk, gradient, self._problem.objective, self._problem.shard)
+    def add(self, chunk: Chunk) -> None:
+        """Adds the share of one chunk, whose logits have been overwritten by their gradient."""
         if self._hidden_grad is not None:
-            self._problem.rows.store(self._hidden_grad, chunk.rows, dlogits @ self._weight)
+            self._problem.rows.store(self._hidden_grad, chunk.rows, chunk.logits @ self._weight)
         if self._weight_grad is not None:
-            self._weight_grad.add(dlogits, chunk.hidden)
+            self._weight_grad.add(chunk.logits, chunk.hidden)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden (summed over the tensor-parallel group) and weight."""
@@ -138,7 +139,9 @@ def _gradients(
     with torch.autocast(hidden.device.type, enabled=False):
         gradients = _Gradients(hidden, weight, problem, needed)
         for chunk in _chunks(hidden, weight, problem):
-            gradients.add(chunk, gradient.at(chunk.rows))
+            of_chunk = gradient.at(chunk.rows)
+            logits_to_gradient_(chunk, of_chunk, problem.objective, problem.shard)
+            gradients.add(chunk)
         return gradients.result()
 
 

@@ -1,7 +1,7 @@
 """The arithmetic on one chunk of logits: statistics of each row, and the gradient in place.
 
-Shapes: R rows of the chunk, V local vocabulary (real rows only), T columns of a tile. Logits are in
-the dtype of the inputs; everything else is float32 (float64 for float64 inputs), one tile at a
+Shapes: R rows of the chunk, B rows of a block, V local vocabulary (real rows only). Logits are in
+the dtype of the inputs; everything else is float32 (float64 for float64 inputs), one block at a
 time, so that a chunk never exists in float32 beside its bfloat16 form.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_dcp.loss._shard import VocabShard
 
-# Tiles of a chunk: few, since every operation on one waits for all threads or launches a kernel.
-_TILES = 16
+# Blocks of a chunk: few, since every operation on one waits for all threads or launches a kernel.
+_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,18 @@ class Chunk:
         """Per-row ``values`` [R] over the temperature."""
         return values if self.inverse_temperature is None else values * self.inverse_temperature
 
-    def tiles(self) -> Iterator[tuple[int, Tensor]]:
-        """Views of the logits [R, T] that cover all columns, each with its first column."""
-        width = max(-(-self.logits.shape[1] // _TILES), 1)
-        for first in range(0, self.logits.shape[1], width):
-            yield first, self.logits[:, first : first + width]
+    def blocks(self) -> Iterator[tuple[slice, Chunk]]:
+        """Pieces of some rows, each with where these are in this chunk."""
+        size = max(-(-len(self.labels) // _BLOCKS), 1)
+        inverse = self.inverse_temperature
+        for first in range(0, len(self.labels), size):
+            at = slice(first, first + size)
+            of_block = inverse if inverse is None or inverse.numel() == 1 else inverse[at]
+            yield at, Chunk(at, self.hidden[at], self.logits[at], self.labels[at], of_block)
 
-    def scaled(self, tile: Tensor) -> Tensor:
-        """A copy of ``tile`` over the temperature, in the dtype of the statistics."""
-        work = tile.to(statistics_dtype(tile.dtype), copy=True)
+    def scaled(self) -> Tensor:
+        """A copy of the logits over the temperature, in the dtype of the statistics."""
+        work = self.logits.to(statistics_dtype(self.logits.dtype), copy=True)
         inverse = self.inverse_temperature
         return work if inverse is None else work.mul_(inverse[:, None])
 
@@ -116,7 +119,77 @@ def row_statistics(chunk: Chunk, objective: Objective, shard: VocabShard) -> Row
 
     One collective: each rank sends its own maximum along with sums relative to it.
     """
-    gathered = shard.gather(_local_sums(chunk, objective, shard))
+    sums = [_exponentials(block, objective, shard)[1] for _, block in chunk.blocks()]
+    return _combine(shard.gather(torch.cat(sums, 1)), objective, shard)
+
+
+def logits_to_gradient_(
+    chunk: Chunk, gradient: RowGradient, objective: Objective, shard: VocabShard
+) -> Tensor:
+    """Overwrites the chunk's logits [R, V] by the gradient with respect to them.
+
+    With p the softmax, q the smoothed target and H the entropy, the gradient of a row is
+    ``grad_loss * ((1 + 2 * z_loss * log_sum_exp) * p - q) - grad_entropy * p * (log p + H)``,
+    over the temperature.
+    """
+    for at, block in chunk.blocks():
+        of_block = gradient.at(at)
+        shifted = block.scaled().sub_(of_block.maximum[:, None])
+        if of_block.grad_entropy is None:
+            _write_gradient(block, shifted.exp_(), None, of_block, objective, shard)
+        else:
+            _write_gradient(block, shifted.exp(), shifted, of_block, objective, shard)
+    return chunk.logits
+
+
+def statistics_and_gradient_(
+    chunk: Chunk, grad_loss: Tensor, objective: Objective, shard: VocabShard
+) -> RowStatistics:
+    """:func:`row_statistics` and :func:`logits_to_gradient_` for losses with ``grad_loss`` [R].
+
+    Where this rank has the whole vocabulary both are made of the same exponentials.
+    """
+    if shard.group is not None:
+        found = row_statistics(chunk, objective, shard)
+        gradient = RowGradient(found.maximum, found.sum_exp, grad_loss)
+        logits_to_gradient_(chunk, gradient, objective, shard)
+        return found
+    blocks = []
+    for at, block in chunk.blocks():
+        exponentials, sums = _exponentials(block, objective, shard)
+        found = _combine(sums.unsqueeze(0), objective, shard)
+        gradient = RowGradient(found.maximum, found.sum_exp, grad_loss[at])
+        _write_gradient(block, exponentials, None, gradient, objective, shard)
+        blocks.append(torch.stack([found.maximum, found.sum_exp, found.loss]))
+    maximum, sum_exp, loss = torch.cat(blocks, 1)
+    return RowStatistics(maximum, sum_exp, loss, None)
+
+
+def _exponentials(block: Chunk, objective: Objective, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Exponentials [B, V] relative to the rank's maximum; the rank's sums [k, B].
+
+    The sums: maximum, sum of exponentials, target logit, then what ``objective`` needs.
+    """
+    work = block.scaled()
+    if shard.size == 0:
+        count = 3 + bool(objective.label_smoothing) + objective.entropy
+        sums = work.new_zeros(count, len(work))
+        sums[0] = -torch.inf
+        return work, sums
+    column, inside = _column(block.labels, shard)
+    maximum = work.amax(1)
+    target = torch.where(inside, work.gather(1, column).squeeze(1), 0)
+    rest = [work.sum(1)] if objective.label_smoothing else []
+    work.sub_(maximum[:, None])
+    shifted = work.clone() if objective.entropy else None
+    total = work.exp_().sum(1)
+    if shifted is not None:
+        rest.append(shifted.mul_(work).sum(1))
+    return work, torch.stack([maximum, total, target, *rest])
+
+
+def _combine(gathered: Tensor, objective: Objective, shard: VocabShard) -> RowStatistics:
+    """Statistics of the whole vocabulary from the sums [ranks, k, R] of its slices."""
     maxima, sums, targets, *rest = gathered.unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
@@ -136,71 +209,43 @@ def row_statistics(chunk: Chunk, objective: Objective, shard: VocabShard) -> Row
     return RowStatistics(maximum, sum_exp, loss, log_sum - moments / sum_exp)
 
 
-def _local_sums(chunk: Chunk, objective: Objective, shard: VocabShard) -> Tensor:
-    """[k, R]: maximum, sum of exp, target logit, then what ``objective`` needs."""
-    logits, num_rows = chunk.logits, len(chunk.labels)
-    dtype = statistics_dtype(logits.dtype)
-    total, logit_sum, moment = torch.zeros(3, num_rows, dtype=dtype, device=logits.device)
-    if shard.size == 0:
-        maximum, target = torch.full_like(total, -torch.inf), total
-    else:
-        column, inside = _column(chunk.labels, shard.first, shard.size)
-        target = torch.where(inside, logits.gather(1, column).squeeze(1), 0).to(dtype)
-        target = chunk.over_temperature(target)
-        maximum = chunk.over_temperature(logits.amax(1).to(dtype))
-    for _, tile in chunk.tiles():
-        shifted = chunk.scaled(tile).sub_(maximum[:, None])
-        if objective.label_smoothing:
-            logit_sum += (shifted + maximum[:, None]).sum(1)
-        if objective.entropy:
-            exponentials = shifted.exp()
-            total += exponentials.sum(1)
-            moment += exponentials.mul_(shifted).sum(1)
-        else:
-            total += shifted.exp_().sum(1)
-    sums = [maximum, total, target]
-    if objective.label_smoothing:
-        sums.append(logit_sum)
-    if objective.entropy:
-        sums.append(moment)
-    return torch.stack(sums)
+def _write_gradient(
+    block: Chunk,
+    exponentials: Tensor,
+    shifted: Tensor | None,
+    gradient: RowGradient,
+    objective: Objective,
+    shard: VocabShard,
+) -> None:
+    """Overwrites the block's logits; uses up ``exponentials`` and ``shifted`` logits [B, V].
 
-
-def logits_to_gradient_(
-    chunk: Chunk, gradient: RowGradient, objective: Objective, shard: VocabShard
-) -> Tensor:
-    """Overwrites the chunk's logits [R, V] by the gradient with respect to them.
-
-    With p the softmax, q the smoothed target and H the entropy, the gradient of a row is
-    ``grad_loss * ((1 + 2 * z_loss * log_sum_exp) * p - q) - grad_entropy * p * (log p + H)``,
-    over the temperature.
+    Both are relative to the gradient's maximum; ``shifted`` is for the entropy's gradient only.
     """
-    of_loss = chunk.over_temperature(gradient.grad_loss)
+    if shard.size == 0:
+        return
+    of_loss = block.over_temperature(gradient.grad_loss)
     log_sum = gradient.sum_exp.log()
     of_softmax = of_loss * (1 + 2 * objective.z_loss * (gradient.maximum + log_sum))
-    of_uniform = of_loss * (objective.label_smoothing / shard.vocab_size)
-    of_target = of_loss * (1 - objective.label_smoothing)
-    for first, tile in chunk.tiles():
-        work = chunk.scaled(tile).sub_(gradient.maximum[:, None])
-        if gradient.grad_entropy is None:
-            work.exp_().mul_((of_softmax / gradient.sum_exp)[:, None])
-        else:
-            assert gradient.entropy is not None
-            of_entropy = chunk.over_temperature(gradient.grad_entropy)
-            factor = (work + (gradient.entropy - log_sum)[:, None]).mul_(-of_entropy[:, None])
-            factor.add_(of_softmax[:, None]).div_(gradient.sum_exp[:, None])
-            work.exp_().mul_(factor)
-        if objective.label_smoothing:
-            work.sub_(of_uniform[:, None])
-        # The target is taken off in float32: p - 1 of a sure prediction would vanish in bfloat16.
-        column, inside = _column(chunk.labels, shard.first + first, tile.shape[1])
-        at_target = work.gather(1, column) - torch.where(inside, of_target, 0)[:, None]
-        tile.copy_(work.scatter_(1, column, at_target))
-    return chunk.logits
+    if shifted is None:
+        exponentials.mul_((of_softmax / gradient.sum_exp)[:, None])
+    else:
+        assert gradient.entropy is not None
+        assert gradient.grad_entropy is not None
+        of_entropy = block.over_temperature(gradient.grad_entropy)
+        shifted.add_((gradient.entropy - log_sum)[:, None]).mul_(-of_entropy[:, None])
+        shifted.add_(of_softmax[:, None]).div_(gradient.sum_exp[:, None])
+        exponentials.mul_(shifted)
+    if objective.label_smoothing:
+        exponentials.sub_((of_loss * (objective.label_smoothing / shard.vocab_size))[:, None])
+    # The target is taken off in float32: p - 1 of a sure prediction would vanish in bfloat16.
+    column, inside = _column(block.labels, shard)
+    of_target = torch.where(inside, of_loss * (1 - objective.label_smoothing), 0)
+    at_target = exponentials.gather(1, column) - of_target[:, None]
+    block.logits.copy_(exponentials.scatter_(1, column, at_target))
 
 
-def _column(labels: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Column [R, 1] of each label among ``width`` from id ``first``; whether it is there [R]."""
-    column = labels - first
-    inside = (column >= 0) & (column < width)
-    return column.clamp(0, width - 1)[:, None], inside
+def _column(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Local column [B, 1] of each label, and whether this rank has it [B]."""
+    column = labels - shard.first
+    inside = (column >= 0) & (column < shard.size)
+    return column.clamp(0, shard.size - 1)[:, None], inside
