@@ -6,8 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from lightning_dcp.alignment import rows_per_rank
+from lightning_dcp.alignment import row_alignment
+
+if TYPE_CHECKING:
+    from lightning_dcp.planning.evaluation import PlanReport
 
 
 class PlanError(ValueError):
@@ -67,6 +71,8 @@ class Plan:
         max_seqlen_per_dp_cp_rank: The most rows a rank may hold in a step, padding included.
         tp_size: Tensor-parallel size; sequences are padded for sequence parallelism over it.
         planner: Name of the planner that made the plan.
+        report: What the cost model of the request predicts; ``None`` for a plan made by hand.
+            Plans are compared without it.
     """
 
     steps: tuple[Step, ...]
@@ -75,6 +81,21 @@ class Plan:
     max_seqlen_per_dp_cp_rank: int
     tp_size: int = 1
     planner: str = "balanced"
+    report: PlanReport | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def quality(self) -> float:
+        """The lower bound on the time of any plan over this one's predicted time, 0 to 1.
+
+        Raises:
+            ValueError: The plan has no report.
+        """
+        if self.report is None:
+            raise ValueError(
+                "this plan was not predicted: quality needs a plan of plan_global_batch, or "
+                "evaluate(plan, cost_model).quality"
+            )
+        return self.report.quality
 
     @property
     def num_tokens(self) -> int:
@@ -88,10 +109,10 @@ class Plan:
 
     def rows(self, group: Group) -> int:
         """The rows each rank of ``group`` holds, padding included."""
-        return sum(
-            rows_per_rank(self.lengths[sample], group.size, self.tp_size)
-            for sample in group.sample_ids
-        )
+        align = row_alignment(group.size, self.tp_size)
+        # rows_per_rank of each, written out: validate() asks for every group.
+        chunks = sum([-(-self.lengths[sample] // align) for sample in group.sample_ids])
+        return chunks * (align // group.size)
 
     def cp_sizes(self) -> dict[int, int]:
         """The number of groups (micro-batches) of each CP size, in ascending order of size."""
@@ -112,7 +133,7 @@ class Plan:
         for index, step in enumerate(self.steps):
             self._check_partition(index, step)
             for group in step.groups:
-                self._check_group(f"step {index}, {_ranks(group)}", group)
+                self._check_group(index, group)
         self._check_samples()
 
     def _check_partition(self, index: int, step: Step) -> None:
@@ -138,34 +159,43 @@ class Plan:
                 f"0-{self.num_ranks - 1}; the groups must partition it: {_describe(step.groups)}"
             )
 
-    def _check_group(self, where: str, group: Group) -> None:
+    def _check_group(self, index: int, group: Group) -> None:
+        fault = self._fault_of(group)
+        if fault:
+            raise PlanError(f"step {index}, {_ranks(group)}: {fault}")
+
+    def _fault_of(self, group: Group) -> str:
+        """What is wrong with a group; empty if nothing is."""
+        ids = group.sample_ids
         power_of_two = group.size & (group.size - 1) == 0
         if group.size != self.num_ranks and not (
             power_of_two and group.first_rank % group.size == 0
         ):
-            raise PlanError(
-                f"{where}: size {group.size} at first rank {group.first_rank}; a group is the "
-                f"whole pool of {self.num_ranks}, or its size is a power of two and its first "
-                "rank a multiple of it"
+            return (
+                f"size {group.size} at first rank {group.first_rank}; a group is the whole pool of "
+                f"{self.num_ranks}, or its size is a power of two and its first rank a multiple of "
+                "it"
             )
-        if not group.sample_ids:
-            raise PlanError(f"{where}: the group holds no sample, so its ranks have no work")
-        if min(group.sample_ids) < 0 or max(group.sample_ids) >= len(self.lengths):
-            raise PlanError(
-                f"{where}: sample ids {group.sample_ids} are not all within the batch of "
-                f"{len(self.lengths)} samples"
-            )
-        if any(a > b for a, b in zip(group.sample_ids, group.sample_ids[1:], strict=False)):
-            raise PlanError(f"{where}: sample ids {group.sample_ids} do not ascend")
+        if not ids:
+            return "the group holds no sample, so its ranks have no work"
+        if min(ids) < 0 or max(ids) >= len(self.lengths):
+            return f"sample ids {ids} are not all within the batch of {len(self.lengths)} samples"
+        if list(ids) != sorted(ids):
+            return f"sample ids {ids} do not ascend"
         rows = self.rows(group)
         if rows > self.max_seqlen_per_dp_cp_rank:
-            raise PlanError(
-                f"{where}: {rows} rows a rank after padding, over the cap "
-                f"max_seqlen_per_dp_cp_rank={self.max_seqlen_per_dp_cp_rank}; samples "
-                f"{group.sample_ids} of {[self.lengths[i] for i in group.sample_ids]} tokens"
+            return (
+                f"{rows} rows a rank after padding, over the cap max_seqlen_per_dp_cp_rank="
+                f"{self.max_seqlen_per_dp_cp_rank}; samples {ids} of "
+                f"{[self.lengths[i] for i in ids]} tokens"
             )
+        return ""
 
     def _check_samples(self) -> None:
+        planned = [i for step in self.steps for group in step.groups for i in group.sample_ids]
+        # They are known to be within the batch.
+        if len(planned) == len(self.lengths) == len(set(planned)):
+            return
         seen: dict[int, str] = {}
         for index, step in enumerate(self.steps):
             for group in step.groups:
