@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dcp.packing.batch import IGNORE_INDEX, GlobalBatch
@@ -121,10 +122,10 @@ def pack_micro_batch(
     )
     pick = _RowPicker(layout, ids)
     labels = pick(batch.labels, fill=IGNORE_INDEX, shift=1, dtype=torch.int64)
-    loss_mask = labels != IGNORE_INDEX
     if batch.loss_mask is not None:
-        loss_mask &= pick(batch.loss_mask, fill=0, shift=1).bool()
-        labels.masked_fill_(~loss_mask, IGNORE_INDEX)
+        is_target = pick(batch.loss_mask, fill=0, shift=1).bool()
+        labels = torch.where(is_target, labels, IGNORE_INDEX)
+    loss_mask = labels != IGNORE_INDEX
     device = labels.device
     return MicroBatch(
         input_ids=pick(batch.input_ids, fill=0, dtype=torch.int64),
@@ -148,6 +149,7 @@ class _RowPicker:
     def __init__(self, layout: PackLayout, sample_ids: np.ndarray) -> None:
         self._layout = layout
         self._sample_ids = sample_ids
+        self._sources: dict[int, NDArray[np.int64]] = {}
         self._indices: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(
@@ -168,14 +170,23 @@ class _RowPicker:
         key = (id(jagged.starts), shift, jagged.values.device)
         if key not in self._indices:
             starts = jagged.starts[self._sample_ids]
-            index = np.repeat(starts + shift, np.diff(self._layout.row_starts))
-            index += self._layout.positions
+            index = self._row_sources(jagged.starts, starts) + shift
             past = self._layout.rows_past_the_end(shift)
             # Any row that is there; what comes from it is overwritten.
             index[past] = starts[0]
             no_source = _to_device(past, key[2]) if len(past) else None
             self._indices[key] = (_to_device(index, key[2]), no_source)
         return self._indices[key]
+
+    def _row_sources(
+        self, all_starts: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Where each local row's token lies, as if padding went on in the values; made once."""
+        if id(all_starts) not in self._sources:
+            sources: NDArray[np.int64] = np.repeat(starts, np.diff(self._layout.row_starts))
+            sources += self._layout.positions
+            self._sources[id(all_starts)] = sources
+        return self._sources[id(all_starts)]
 
 
 def _packed_sequences(layout: PackLayout, device: torch.device) -> PackedSequences:
