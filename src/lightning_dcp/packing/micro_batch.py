@@ -124,7 +124,7 @@ def pack_micro_batch(
     labels = pick(batch.labels, fill=IGNORE_INDEX, shift=1, dtype=torch.int64)
     if batch.loss_mask is not None:
         is_target = pick(batch.loss_mask, fill=0, shift=1).bool()
-        labels = torch.where(is_target, labels, IGNORE_INDEX)
+        torch.where(is_target, labels, labels.new_tensor(IGNORE_INDEX), out=labels)
     loss_mask = labels != IGNORE_INDEX
     device = labels.device
     return MicroBatch(
@@ -170,7 +170,9 @@ class _RowPicker:
         key = (id(jagged.starts), shift, jagged.values.device)
         if key not in self._indices:
             starts = jagged.starts[self._sample_ids]
-            index = self._row_sources(jagged.starts, starts) + shift
+            sources = self._row_sources(jagged.starts, starts)
+            # Without a shift in place: rows past the end stay so under every other shift.
+            index = sources + shift if shift else sources
             past = self._layout.rows_past_the_end(shift)
             # Any row that is there; what comes from it is overwritten.
             index[past] = starts[0]
