@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,10 +43,12 @@ class PlannedBatch:
     Attributes:
         batch: The batch.
         plan: The plan, the same on every rank.
+        target_extras: Keys whose values micro-batches get by target as well.
     """
 
     batch: GlobalBatch
     plan: Plan
+    target_extras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,23 +78,35 @@ class DynamicCPEngine:
         self.context = context
         self.settings = settings
 
-    def prepare(self, batch: Mapping[str, Any], *, vocab_size: int | None = None) -> PlannedBatch:
+    def prepare(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        vocab_size: int | None = None,
+        target_extras: Iterable[str] = (),
+        check: Callable[[GlobalBatch], None] | None = None,
+    ) -> PlannedBatch:
         """Checks a global batch, compares it over all ranks and plans it; a collective.
 
         Args:
             batch: As ``read_global_batch`` takes it; the same on every rank.
             vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
+            target_extras: Further keys that micro-batches get by target as well, as
+                ``MicroBatch.target_extras``.
+            check: Raises a ValueError or TypeError for a batch that the loss cannot use.
 
         Raises:
-            TypeError: As ``read_global_batch``.
-            ValueError: As ``read_global_batch`` and ``plan_global_batch``, or the ranks hold
-                different batches. What is wrong on one rank is an error on every rank.
+            TypeError: As ``read_global_batch`` and ``check``.
+            ValueError: As ``read_global_batch``, ``plan_global_batch`` and ``check``, or the ranks
+                hold different batches. What is wrong on one rank is an error on every rank.
         """
         prepared: PlannedBatch | None = None
         error: Exception | None = None
         try:
             read = read_global_batch(batch, vocab_size=vocab_size)
-            prepared = PlannedBatch(read, self._plan(read))
+            if check is not None:
+                check(read)
+            prepared = PlannedBatch(read, self._plan(read), tuple(target_extras))
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
@@ -126,6 +140,7 @@ class DynamicCPEngine:
                 cp_size=group.size,
                 cp_rank=rank - group.first_rank,
                 tp_size=self.context.sizes.tensor_model_parallel_size,
+                target_extras=planned.target_extras,
             )
             micro_batch.to(self.context.device, non_blocking=True)
             yield bind_micro_batch(micro_batch, self.context.cp_groups)
