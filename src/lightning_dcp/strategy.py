@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, override
 
 import torch
@@ -37,6 +38,7 @@ from lightning_dcp.engine import (
     DynamicCPEngine,
     MegatronOptimizer,
     OptimizerSettings,
+    PlannedBatch,
     PlanSettings,
     StepResult,
     build_optimizer,
@@ -380,6 +382,15 @@ class DynamicCPStrategy(ParallelStrategy):
         # and packing must not wait for a device.
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
+    def _prepare(self, engine: DynamicCPEngine, batch: Mapping[str, Any]) -> PlannedBatch:
+        objective, vocab_size = self._module.objective, self._module.vocab_size
+        return engine.prepare(
+            batch,
+            vocab_size=vocab_size,
+            target_extras=[extra.key for extra in objective.extras],
+            check=partial(objective.check, vocab_size=vocab_size),
+        )
+
     def train_on(self, batch: Mapping[str, Any]) -> StepResult:
         """Plans a global batch and runs forward and backward over it; a collective.
 
@@ -391,7 +402,7 @@ class DynamicCPStrategy(ParallelStrategy):
         """
         if self.engine is None or self._ddp is None:
             raise RuntimeError("train_on works inside training_step only.")
-        planned = self.engine.prepare(batch, vocab_size=self._module.vocab_size)
+        planned = self._prepare(self.engine, batch)
         return self.engine.train_step(self._ddp, planned, self._module.micro_batch_step)
 
     def evaluate_on(self, batch: Mapping[str, Any]) -> StepResult:
@@ -405,7 +416,7 @@ class DynamicCPStrategy(ParallelStrategy):
         """
         if self.engine is None:
             raise RuntimeError("evaluate_on works inside validation_step and test_step only.")
-        planned = self.engine.prepare(batch, vocab_size=self._module.vocab_size)
+        planned = self._prepare(self.engine, batch)
         return self.engine.eval_step(planned, self._module.micro_batch_step)
 
     @override
