@@ -50,6 +50,8 @@ class DynamicCPModule(LightningModule):
         objective: What is trained for; :class:`~lightning_dcp.objectives.SFT` by default.
         fused_loss: Whether losses and log-probabilities come from the fused linear cross-entropy;
             False makes all logits, which takes far more memory, to compare with.
+        predict_everywhere: Whether ``predict`` gives its results to all ranks, not to the first
+            alone.
 
     ``self.model`` is the Megatron-Core model, None until the Trainer starts; ``self.last_step`` is
     what the last training step gave: loss, tokens and the plan that ran.
@@ -63,6 +65,7 @@ class DynamicCPModule(LightningModule):
         seed: int = 0,
         objective: Objective | None = None,
         fused_loss: bool = True,
+        predict_everywhere: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(model, ModelConfig):
@@ -75,6 +78,7 @@ class DynamicCPModule(LightningModule):
         self.seed = seed
         self.objective = SFT() if objective is None else objective
         self.fused_loss = fused_loss
+        self.predict_everywhere = predict_everywhere
         self.model: torch.nn.Module | None = None
         self.last_step: StepResult | None = None
         self._built_on: Any = None
@@ -228,6 +232,39 @@ class DynamicCPModule(LightningModule):
     @override
     def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         self._evaluate(batch, "test_loss")
+
+    @override
+    def predict_step(
+        self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
+        """What the model says about the tokens of a batch, in the order in which they came.
+
+        Returns:
+            What :meth:`predict_micro_batch` gave, by name jagged ``[num_samples, length*, ...]``:
+            at each token the output about that token, 0 where it is no target, as the first of a
+            sequence never is. With the batch's ``sample_id``, if it has one. An empty dict on all
+            ranks but the first, unless ``predict_everywhere``.
+        """
+        outputs = self._strategy.predict_on(batch, everywhere=self.predict_everywhere)
+        if outputs and "sample_id" in batch:
+            outputs["sample_id"] = batch["sample_id"]
+        return outputs
+
+    def predict_micro_batch(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The outputs of one packed micro-batch on this rank; override it for others.
+
+        Args:
+            micro_batch: This rank's rows, on its device.
+
+        Returns:
+            By name ``[rows, ...]``, each about the row's target, the next token: its
+            log-probability at the objective's temperature, and the entropy of the distribution
+            that it is from, in nats. The same names on every rank.
+        """
+        log_probs, entropies = self.target_outputs(micro_batch).log_probs_and_entropies(
+            temperature=self.objective.temperature
+        )
+        return {"log_probs": log_probs, "entropies": entropies}
 
     def _evaluate(self, batch: Mapping[str, Any], name: str) -> None:
         """Logs the mean over all target tokens of the epoch: batches count by their tokens."""

@@ -256,6 +256,7 @@ class DynamicCPStrategy(ParallelStrategy):
             trainer.validate_loop,
             trainer.test_loop,
             trainer.fit_loop.epoch_loop.val_loop,
+            trainer.predict_loop,
         ):
             # Under NCCL Lightning would use inference mode. Megatron-Core caches rope frequencies:
             # made in inference mode they fail in a later backward pass.
@@ -419,11 +420,27 @@ class DynamicCPStrategy(ParallelStrategy):
         planned = self._prepare(self.engine, batch)
         return self.engine.eval_step(planned, self._module.micro_batch_step)
 
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "predict does not work with DynamicCPStrategy yet; use validate or test."
-        )
+    def predict_on(
+        self, batch: Mapping[str, Any], *, everywhere: bool = False
+    ) -> dict[str, Tensor]:
+        """Plans a global batch and collects outputs of its tokens; a collective.
+
+        Args:
+            batch: The same on every rank.
+            everywhere: Give the result to all ranks and not to rank 0 alone.
+
+        Returns:
+            By name jagged ``[num_samples, length*, ...]``, in the order of the batch; an empty
+            dict on ranks that do not get it.
+
+        Raises:
+            RuntimeError: Called outside a run.
+        """
+        if self.engine is None:
+            raise RuntimeError("predict_on works inside predict_step only.")
+        module = self._module
+        planned = self.engine.prepare(batch, vocab_size=module.vocab_size)
+        return self.engine.predict_step(planned, module.predict_micro_batch, everywhere=everywhere)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

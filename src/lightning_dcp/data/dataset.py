@@ -52,3 +52,20 @@ class TokenRanges(Dataset[dict[str, Tensor]]):
     def __getstate__(self) -> dict[str, Any]:
         # A worker maps the file itself; pickling a memory map would send all of its tokens.
         return self.__dict__ | {"_tokens": None}
+
+
+class WithSampleIds(Dataset[dict[str, Any]]):
+    """The samples of another dataset, each with its index there as ``sample_id``.
+
+    Args:
+        dataset: Samples that are dicts.
+    """
+
+    def __init__(self, dataset: Dataset[dict[str, Tensor]]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self._dataset[index], "sample_id": index}

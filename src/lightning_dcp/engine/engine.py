@@ -13,12 +13,16 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from lightning_dcp.engine.agreement import agree_on_lengths
+from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import ParallelContext, bind_micro_batch
 from lightning_dcp.planning import Plan, plan_global_batch
 
 MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are."""
+
+RowOutputs = Callable[[MicroBatch], dict[str, Tensor]]
+"""Of a micro-batch: outputs of each row's target on this rank, by name, ``[rows, ...]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +201,26 @@ class DynamicCPEngine:
             totals.add(*_checked(micro_batch_step(micro_batch)))
         return totals.result(self.context, planned.plan)
 
+    @torch.no_grad()
+    def predict_step(
+        self, planned: PlannedBatch, micro_batch_outputs: RowOutputs, *, everywhere: bool = False
+    ) -> dict[str, Tensor]:
+        """Outputs of every target, in the order of the batch; every rank must take part.
+
+        Args:
+            planned: From :meth:`prepare`.
+            micro_batch_outputs: Gives outputs by name, ``[rows, ...]``, of a micro-batch.
+            everywhere: Give the result to all ranks and not to rank 0 alone.
+
+        Returns:
+            As :func:`~lightning_dcp.engine.collect.collect_outputs`.
+        """
+        rows = [
+            _checked_rows(micro_batch_outputs(micro_batch), micro_batch)
+            for micro_batch in self.micro_batches(planned)
+        ]
+        return collect_outputs(rows, planned.plan, self.context, everywhere=everywhere)
+
 
 def _zero_gradients(ddp: DistributedDataParallel) -> None:
     """Zeroes the buffers, and drops what the last optimizer step left in ``grad``.
@@ -246,3 +270,21 @@ def _checked(output: Any) -> tuple[Tensor, Tensor]:
             "group wait for this one's backward pass."
         )
     return loss_sum, torch.as_tensor(num_tokens)
+
+
+def _checked_rows(outputs: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """What a user's prediction returned, or an error that says what it has to return."""
+    if not isinstance(outputs, dict) or not outputs:
+        raise TypeError(
+            "predict_micro_batch must return a dict with one output or more by name, found "
+            f"{'an empty dict' if outputs == {} else type(outputs).__name__}."
+        )
+    num_rows = len(micro_batch.labels)
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != num_rows:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ValueError(
+                f"predict_micro_batch gave '{name}' with {found}; an output needs one row for each "
+                f"of the {num_rows} rows of the micro-batch."
+            )
+    return outputs
