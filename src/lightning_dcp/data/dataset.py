@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ class WithSampleIds(Dataset[dict[str, Any]]):
         self._dataset = dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        assert isinstance(self._dataset, Sized)
+        return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {**self._dataset[index], "sample_id": index}
