@@ -8,6 +8,7 @@ that share a tensor-parallel model, which all hold the same, the first one sends
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -49,22 +50,22 @@ def collect_outputs(
     names = sorted(rows[0])
     is_first = dist.get_rank() == 0
     layouts = _layouts(plan, context.sizes.tensor_model_parallel_size)
-    collected = {}
+    transfers = {}
     if context.tp_rank == 0:
         ends = np.cumsum(_rows_of_ranks(plan, layouts).sum(0))
         for name in names:
-            local = torch.cat([step[name] for step in rows])
-            collected[name] = _gather(local, ends, context)
+            transfers[name] = _start_gather(torch.cat([step[name] for step in rows]), ends, context)
+    # While the rows travel.
+    order = _token_order(plan, layouts).to(context.device) if is_first else None
+    gathered = {name: transfer.finish() for name, transfer in transfers.items()}
     if not (is_first or everywhere):
         return {}
     lengths = torch.tensor(plan.lengths)
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(context.device)
-    order = _token_order(plan, layouts).to(context.device) if is_first else None
     results = {}
     for name in names:
-        gathered = collected.get(name)
-        if order is not None and gathered is not None:
-            values = _by_token(gathered, order, offsets)
+        if order is not None:
+            values = _by_token(gathered[name], order, offsets)
         else:
             values = rows[0][name].new_empty(sum(plan.lengths), *rows[0][name].shape[1:])
         if everywhere:
@@ -98,8 +99,21 @@ def _rows_of_ranks(plan: Plan, layouts: list[list[PackLayout]]) -> NDArray[np.in
     )
 
 
-def _gather(local: Tensor, ends: NDArray[np.int64], context: ParallelContext) -> Tensor | None:
-    """The rows of all ranks of the pool, one rank after the other, on the pool's first rank.
+@dataclass(frozen=True)
+class _Transfer:
+    """Rows under way: ``rows`` is where they arrive or what is sent, which must live till then."""
+
+    rows: Tensor
+    works: list[dist.Work]
+
+    def finish(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.rows
+
+
+def _start_gather(local: Tensor, ends: NDArray[np.int64], context: ParallelContext) -> _Transfer:
+    """Starts to bring the rows of all ranks of a pool, one after the other, to its first rank.
 
     Args:
         local: This rank's rows of all steps, [rows, ...].
@@ -107,10 +121,9 @@ def _gather(local: Tensor, ends: NDArray[np.int64], context: ParallelContext) ->
         context: The parallel state.
     """
     pool, group = context.cp_groups.pool_ranks, context.pg_collection.dp_cp
-    local = local.contiguous()
     if context.pool_rank != 0:
+        whole = local
         operations = [dist.P2POp(dist.isend, local, pool[0], group)]
-        whole = None
     else:
         whole = local.new_empty(int(ends[-1]), *local.shape[1:])
         whole[: ends[0]] = local
@@ -118,9 +131,7 @@ def _gather(local: Tensor, ends: NDArray[np.int64], context: ParallelContext) ->
             dist.P2POp(dist.irecv, whole[ends[rank - 1] : ends[rank]], pool[rank], group)
             for rank in range(1, len(pool))
         ]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    return whole
+    return _Transfer(whole, dist.batch_isend_irecv(operations) if operations else [])
 
 
 def _token_order(plan: Plan, layouts: list[list[PackLayout]]) -> Tensor:
