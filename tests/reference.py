@@ -7,6 +7,8 @@ gradient reduction, clipping or the optimizer shows up as a difference.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -79,8 +81,13 @@ def train(
     weight_decay: float,
     clip: float,
     adam_eps: float,
+    sample_loss: Callable[[Tensor, int, int], tuple[Tensor, int]] | None = None,
 ) -> dict[str, object]:
     """Trains for one step a batch; the loss is the mean over the batch's target tokens.
+
+    Args:
+        sample_loss: From logits ``[length, vocab_size]``, batch and sample, the sum of the losses
+            of the sample's target tokens, and how many they are; cross-entropy by default.
 
     Returns:
         ``losses`` and ``norms`` by step, ``grads`` by step and name (before clipping), ``weights``.
@@ -95,13 +102,17 @@ def train(
         eps=adam_eps,
     )
     losses, grads, norms = [], [], []
-    for batch in batches:
+    for index, batch in enumerate(batches):
         optimizer.zero_grad()
-        total = torch.zeros(())
-        for ids in map(torch.tensor, batch):
+        total, num_tokens = torch.zeros(()), 0
+        for sample, ids in enumerate(map(torch.tensor, batch)):
             logits = forward(weights, config, ids)
-            total = total + F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
-        loss = total / max(sum(len(ids) - 1 for ids in batch), 1)
+            if sample_loss is None:
+                part, count = F.cross_entropy(logits[:-1], ids[1:], reduction="sum"), len(ids) - 1
+            else:
+                part, count = sample_loss(logits, index, sample)
+            total, num_tokens = total + part, num_tokens + count
+        loss = total / max(num_tokens, 1)
         loss.backward()
         losses.append(float(loss.detach()))
         grads.append({k: w.grad.numpy().copy() for k, w in weights.items()})

@@ -230,15 +230,6 @@ def test_an_automatic_cap_without_a_longest_sequence():
         assert "max_seqlen_per_dp_cp_rank='auto'" in message
 
 
-def predict():
-    trainer = trainers.trainer(48)
-    return message_of(trainer.predict, trainers.module(), trainers.batches(0, 1).val_dataloader())
-
-
-def test_predict_says_that_it_is_not_there():
-    assert "NotImplementedError: predict" in run_distributed(predict, 1)[0]
-
-
 def foreign_strategy():
     trainer = Trainer(
         accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False

@@ -8,9 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
+
+from lightning_dcp.cli import DynamicCPCLI
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -76,6 +80,34 @@ def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     assert validated.returncode == 0, validated.stderr[-3000:]
     (loss,) = re.findall(r"val_loss\W+([\d.]+)", validated.stdout)
     assert float(loss) == pytest.approx(saved[0], rel=1e-5)
+
+
+def test_predict_stores_log_probabilities_of_every_sample(tmp_path):
+    data = '--data.init_args.data=["{stdlib}/json/*.py"]'
+    train = "--data.init_args.predict_split=train"
+    done = cli("predict", *small("predict", tmp_path), data, train, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Predicting" in done.stdout + done.stderr
+    table = pq.read_table(tmp_path / "runs" / "predictions.parquet").to_pydict()
+    assert list(table) == ["sample_id", "input_ids", "entropies", "log_probs"]
+    assert table["sample_id"] == list(range(len(table["sample_id"])))
+    for ids, *outputs in zip(
+        table["input_ids"], table["log_probs"], table["entropies"], strict=True
+    ):
+        for one in outputs:
+            assert len(one) == len(ids)
+            assert one[0] == 0
+        assert all(value < 0 for value in outputs[0][1:])
+        assert all(0 < value < 5.55 for value in outputs[1][1:])
+
+
+def test_predict_without_a_writer_warns_and_keeps_nothing():
+    command = object.__new__(DynamicCPCLI)
+    seen = []
+    command.trainer = SimpleNamespace(callbacks=[], predict=lambda **options: seen.append(options))
+    with pytest.warns(UserWarning, match="Nothing stores the predictions"):
+        command.predict(model=1)
+    assert seen == [{"return_predictions": False, "model": 1}]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -61,7 +61,7 @@ class Batches(LightningDataModule):
     def val_dataloader(self):
         return DataLoader(self.val, batch_size=None, shuffle=False)
 
-    test_dataloader = val_dataloader
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 def batches(num: int = 3, num_val: int = 0) -> Batches:

@@ -10,8 +10,10 @@ from lightning_dcp.engine import OptimizerSettings
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import ModelConfig
 from lightning_dcp.module import DynamicCPModule
+from lightning_dcp.objectives import SFT, Objective, PolicyLoss, TopKDistillation
 from lightning_dcp.packing import MicroBatch
 from lightning_dcp.planning import Plan, PlanError, plan_global_batch
+from lightning_dcp.prediction_writer import PredictionWriter
 from lightning_dcp.schedule import LRSchedule
 from lightning_dcp.strategy import DynamicCPStrategy
 
@@ -19,17 +21,22 @@ from lightning_dcp.strategy import DynamicCPStrategy
 del _megatron
 
 __all__ = [
+    "SFT",
     "DynamicCPModule",
     "DynamicCPStrategy",
     "LRSchedule",
     "MicroBatch",
     "ModelConfig",
+    "Objective",
     "OptimizerSettings",
     "Plan",
     "PlanError",
+    "PolicyLoss",
+    "PredictionWriter",
     "StepReport",
     "SyntheticDataModule",
     "TextDataModule",
+    "TopKDistillation",
     "linear_cross_entropy",
     "plan_global_batch",
 ]

@@ -6,13 +6,25 @@ from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import set_parsing_settings
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dcp.module import DynamicCPModule
 
 
 class DynamicCPCLI(LightningCLI):
     """LightningCLI with a DynamicCPModule (or a subclass) and any DataModule."""
+
+    def predict(self, return_predictions: bool | None = None, **options: Any) -> None:
+        """Runs ``predict`` and keeps nothing: a PredictionWriter stores it batch by batch."""
+        trainer: Any = self.trainer  # mypy does not see the callbacks that Lightning sets on it.
+        if not any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):
+            rank_zero_warn(
+                "Nothing stores the predictions: give trainer.callbacks a "
+                "lightning_dcp.PredictionWriter."
+            )
+        trainer.predict(return_predictions=bool(return_predictions), **options)
 
 
 def main(args: list[str] | None = None) -> None:

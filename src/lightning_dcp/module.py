@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_dcp.engine import OptimizerSettings, StepResult
-from lightning_dcp.loss import linear_cross_entropy
-from lightning_dcp.model import HiddenStates, ModelConfig, build_gpt_model, hidden_states
+from lightning_dcp.model import (
+    HiddenStates,
+    ModelConfig,
+    build_gpt_model,
+    hidden_states,
+    whole_logits,
+)
+from lightning_dcp.objectives import SFT, FusedOutputs, LogitsOutputs, Objective, TargetOutputs
 from lightning_dcp.packing import (
     MicroBatch,
     pack_micro_batch,
@@ -32,14 +38,20 @@ class DynamicCPModule(LightningModule):
     """Trains a decoder on jagged global batches, with a CP size per micro-batch.
 
     ``training_step`` gives the batch to the strategy, which plans it, packs this rank's share and
-    calls :meth:`micro_batch_step` for every micro-batch. Override that method for another loss, and
-    ``configure_model`` for another Megatron-Core model.
+    calls :meth:`micro_batch_step` for every micro-batch, which asks ``objective`` for the losses.
+    Give another objective for another loss on log-probabilities, override that method for any
+    other, and ``configure_model`` for another Megatron-Core model.
 
     Args:
         model: The model's sizes.
         optimizer: The optimizer.
         lr_schedule: The course of the learning rate.
         seed: Of the initial weights; the same weights for any layout of ranks.
+        objective: What is trained for; :class:`~lightning_dcp.objectives.SFT` by default.
+        fused_loss: Whether losses and log-probabilities come from the fused linear cross-entropy;
+            False makes all logits, which takes far more memory, to compare with.
+        predict_everywhere: Whether ``predict`` gives its results to all ranks, not to the first
+            alone.
 
     ``self.model`` is the Megatron-Core model, None until the Trainer starts; ``self.last_step`` is
     what the last training step gave: loss, tokens and the plan that ran.
@@ -51,14 +63,22 @@ class DynamicCPModule(LightningModule):
         optimizer: OptimizerSettings = OptimizerSettings(),
         lr_schedule: LRSchedule = LRSchedule(),
         seed: int = 0,
+        objective: Objective | None = None,
+        fused_loss: bool = True,
+        predict_everywhere: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(model, ModelConfig):
             raise TypeError(f"model must be a ModelConfig, found a {type(model).__name__}.")
+        if objective is not None and not isinstance(objective, Objective):
+            raise TypeError(f"objective must be an Objective, found a {type(objective).__name__}.")
         self.model_config = model
         self.optimizer_settings = optimizer
         self.lr_schedule = lr_schedule
         self.seed = seed
+        self.objective = SFT() if objective is None else objective
+        self.fused_loss = fused_loss
+        self.predict_everywhere = predict_everywhere
         self.model: torch.nn.Module | None = None
         self.last_step: StepResult | None = None
         self._built_on: Any = None
@@ -150,16 +170,30 @@ class DynamicCPModule(LightningModule):
             divided here: the engine divides by all target tokens of the global batch. A rank
             without a target returns zero, made from the model's output.
         """
-        hidden, weight = self.hidden_states(micro_batch)
-        tp_group = self._strategy.context.pg_collection.tp
-        loss = linear_cross_entropy(
-            hidden,
-            weight,
-            micro_batch.labels,
-            tp_group=tp_group if tp_group.size() > 1 else None,
-            vocab_size=self.model_config.vocab_size,
+        losses = self.objective(self.target_outputs(micro_batch), micro_batch)
+        if losses.dim():
+            losses = torch.where(micro_batch.loss_mask, losses, 0).sum()
+        return losses, micro_batch.num_tokens
+
+    def target_outputs(self, micro_batch: MicroBatch) -> TargetOutputs:
+        """Runs the model; log-probabilities and entropies of the targets come when asked for.
+
+        Args:
+            micro_batch: As :meth:`micro_batch_step` gets it.
+        """
+        states = self.hidden_states(micro_batch)
+        group = self._strategy.context.pg_collection.tp
+        vocab_size = self.model_config.vocab_size
+        if not self.fused_loss:
+            logits = whole_logits(states, vocab_size=vocab_size, group=group)
+            return LogitsOutputs(logits=logits, labels=micro_batch.labels)
+        return FusedOutputs(
+            hidden=states.hidden,
+            weight=states.weight,
+            labels=micro_batch.labels,
+            vocab_size=vocab_size,
+            tp_group=group if group.size() > 1 else None,
         )
-        return loss, micro_batch.num_tokens
 
     @override
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
@@ -200,6 +234,39 @@ class DynamicCPModule(LightningModule):
     @override
     def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         self._evaluate(batch, "test_loss")
+
+    @override
+    def predict_step(
+        self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
+        """What the model says about the tokens of a batch, in the order in which they came.
+
+        Returns:
+            What :meth:`predict_micro_batch` gave, by name jagged ``[num_samples, length*, ...]``:
+            at each token the output about that token, 0 where it is no target, as the first of a
+            sequence never is. With the batch's ``sample_id``, if it has one. An empty dict on all
+            ranks but the first, unless ``predict_everywhere``.
+        """
+        outputs = self._strategy.predict_on(batch, everywhere=self.predict_everywhere)
+        if outputs and "sample_id" in batch:
+            outputs["sample_id"] = batch["sample_id"]
+        return outputs
+
+    def predict_micro_batch(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The outputs of one packed micro-batch on this rank; override it for others.
+
+        Args:
+            micro_batch: This rank's rows, on its device.
+
+        Returns:
+            By name ``[rows, ...]``, each about the row's target, the next token: its
+            log-probability at the objective's temperature, and the entropy of the distribution
+            that it is from, in nats. The same names on every rank.
+        """
+        log_probs, entropies = self.target_outputs(micro_batch).log_probs_and_entropies(
+            temperature=self.objective.temperature
+        )
+        return {"log_probs": log_probs, "entropies": entropies}
 
     def _evaluate(self, batch: Mapping[str, Any], name: str) -> None:
         """Logs the mean over all target tokens of the epoch: batches count by their tokens."""

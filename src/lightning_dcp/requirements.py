@@ -6,3 +6,4 @@ from lightning_utilities.core.imports import RequirementCache
 
 TRANSFORMERS_AVAILABLE = RequirementCache("transformers>=5.0")
 MATPLOTLIB_AVAILABLE = RequirementCache("matplotlib>=3.9")
+PYARROW_AVAILABLE = RequirementCache("pyarrow>=17.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, override
 
 import torch
@@ -37,6 +38,7 @@ from lightning_dcp.engine import (
     DynamicCPEngine,
     MegatronOptimizer,
     OptimizerSettings,
+    PlannedBatch,
     PlanningLoader,
     PlanSettings,
     StepResult,
@@ -255,6 +257,7 @@ class DynamicCPStrategy(ParallelStrategy):
             trainer.validate_loop,
             trainer.test_loop,
             trainer.fit_loop.epoch_loop.val_loop,
+            trainer.predict_loop,
         ):
             # Under NCCL Lightning would use inference mode. Megatron-Core caches rope frequencies:
             # made in inference mode they fail in a later backward pass.
@@ -388,6 +391,15 @@ class DynamicCPStrategy(ParallelStrategy):
         # and packing must not wait for a device.
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
+    def _prepare(self, engine: DynamicCPEngine, batch: Mapping[str, Any]) -> PlannedBatch:
+        objective, vocab_size = self._module.objective, self._module.vocab_size
+        return engine.prepare(
+            batch,
+            vocab_size=vocab_size,
+            target_extras=[extra.key for extra in objective.extras],
+            check=partial(objective.check, vocab_size=vocab_size),
+        )
+
     def train_on(self, batch: Mapping[str, Any]) -> StepResult:
         """Plans a global batch and runs forward and backward over it; a collective.
 
@@ -399,7 +411,7 @@ class DynamicCPStrategy(ParallelStrategy):
         """
         if self.engine is None or self._ddp is None:
             raise RuntimeError("train_on works inside training_step only.")
-        planned = self.engine.prepare(batch, vocab_size=self._module.vocab_size)
+        planned = self._prepare(self.engine, batch)
         return self.engine.train_step(self._ddp, planned, self._module.micro_batch_step)
 
     def evaluate_on(self, batch: Mapping[str, Any]) -> StepResult:
@@ -413,14 +425,30 @@ class DynamicCPStrategy(ParallelStrategy):
         """
         if self.engine is None:
             raise RuntimeError("evaluate_on works inside validation_step and test_step only.")
-        planned = self.engine.prepare(batch, vocab_size=self._module.vocab_size)
+        planned = self._prepare(self.engine, batch)
         return self.engine.eval_step(planned, self._module.micro_batch_step)
 
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "predict does not work with DynamicCPStrategy yet; use validate or test."
-        )
+    def predict_on(
+        self, batch: Mapping[str, Any], *, everywhere: bool = False
+    ) -> dict[str, Tensor]:
+        """Plans a global batch and collects outputs of its tokens; a collective.
+
+        Args:
+            batch: The same on every rank.
+            everywhere: Give the result to all ranks and not to rank 0 alone.
+
+        Returns:
+            By name jagged ``[num_samples, length*, ...]``, in the order of the batch; an empty
+            dict on ranks that do not get it.
+
+        Raises:
+            RuntimeError: Called outside a run.
+        """
+        if self.engine is None:
+            raise RuntimeError("predict_on works inside predict_step only.")
+        module = self._module
+        planned = self.engine.prepare(batch, vocab_size=module.vocab_size)
+        return self.engine.predict_step(planned, module.predict_micro_batch, everywhere=everywhere)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,21 @@ class TokenRanges(Dataset[dict[str, Tensor]]):
     def __getstate__(self) -> dict[str, Any]:
         # A worker maps the file itself; pickling a memory map would send all of its tokens.
         return self.__dict__ | {"_tokens": None}
+
+
+class WithSampleIds(Dataset[dict[str, Any]]):
+    """The samples of another dataset, each with its index there as ``sample_id``.
+
+    Args:
+        dataset: Samples that are dicts.
+    """
+
+    def __init__(self, dataset: Dataset[dict[str, Tensor]]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        assert isinstance(self._dataset, Sized)
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self._dataset[index], "sample_id": index}

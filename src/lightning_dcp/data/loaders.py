@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dcp.data.collate import collate_jagged
+from lightning_dcp.data.dataset import WithSampleIds
+
+PredictSplit = Literal["train", "val"]
+"""Whose samples ``predict`` runs on."""
 
 
 def global_batch_loader(
@@ -47,6 +51,26 @@ def global_batch_loader(
     )
 
 
+def predict_loader(
+    dataset: Dataset[Any], *, global_batch_size: int, num_workers: int
+) -> DataLoader[Any]:
+    """A loader of every sample once, in order, with its index as ``sample_id``.
+
+    Args:
+        dataset: Samples for :func:`collate_jagged`.
+        global_batch_size: Samples in one batch; the last one may have fewer.
+        num_workers: Worker processes; 0 loads in this one.
+    """
+    return global_batch_loader(
+        WithSampleIds(dataset),
+        global_batch_size=global_batch_size,
+        shuffle=False,
+        drop_last=False,
+        seed=0,
+        num_workers=num_workers,
+    )
+
+
 def check_counts(**at_least: tuple[int, int]) -> None:
     """Raises a ``ValueError`` for the first option that is below its minimum.
 
@@ -56,3 +80,15 @@ def check_counts(**at_least: tuple[int, int]) -> None:
     for option, (value, minimum) in at_least.items():
         if value < minimum:
             raise ValueError(f"{option}={value}, but it must be {minimum} or more")
+
+
+def check_predict_split(split: PredictSplit) -> PredictSplit:
+    """A checked ``predict_split``.
+
+    Raises:
+        ValueError: It is none of the splits.
+    """
+    if split not in get_args(PredictSplit):
+        choices = ", ".join(get_args(PredictSplit))
+        raise ValueError(f"predict_split={split!r} is none of {choices}")
+    return split

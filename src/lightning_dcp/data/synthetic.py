@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dcp.data.lengths import LengthDistribution, read_length_file
-from lightning_dcp.data.loaders import check_counts, global_batch_loader
+from lightning_dcp.data.loaders import (
+    PredictSplit,
+    check_counts,
+    check_predict_split,
+    global_batch_loader,
+    predict_loader,
+)
 
 _TRAIN, _VAL, _LANGUAGE = 0, 1, 2  # streams of random numbers of one seed
 _PREDICTABLE = 0.75
@@ -76,6 +82,8 @@ class SyntheticDataModule(LightningDataModule):
         min_length: Shorter lengths are raised to it, in tokens; how many is reported.
         seed: Seed of lengths and tokens.
         num_workers: Processes that make batches, on each rank; 0: the training process does.
+        predict_split: Whose samples ``predict`` runs on, in order: the training or the validation
+            data.
 
     Attributes:
         num_clipped: Training and validation samples that ``max_length`` or ``min_length`` changed;
@@ -95,6 +103,7 @@ class SyntheticDataModule(LightningDataModule):
         min_length: int = 2,
         seed: int = 0,
         num_workers: int = 2,
+        predict_split: PredictSplit = "train",
     ) -> None:
         super().__init__()
         check_counts(
@@ -120,6 +129,7 @@ class SyntheticDataModule(LightningDataModule):
         self._min_length = min_length
         self._seed = seed
         self._num_workers = num_workers
+        self._predict_split = check_predict_split(predict_split)
         self._train_set: SyntheticTokens | None = None
         self._val_set: SyntheticTokens | None = None
         self.num_clipped = 0
@@ -162,6 +172,20 @@ class SyntheticDataModule(LightningDataModule):
     @override
     def test_dataloader(self) -> DataLoader[Any] | list[Any]:
         return self.val_dataloader()
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Every sample of ``predict_split`` once, in order, with a ``sample_id``."""
+        chosen = self._train_set if self._predict_split == "train" else self._val_set
+        if self._train_set is None:
+            raise RuntimeError("SyntheticDataModule has no data yet: call setup() first")
+        if chosen is None:
+            raise ValueError(
+                f"predict_split={self._predict_split!r}, but there is no validation data."
+            )
+        return predict_loader(
+            chosen, global_batch_size=self.global_batch_size, num_workers=self._num_workers
+        )
 
     def _loader(self, dataset: SyntheticTokens) -> DataLoader[Any]:
         return global_batch_loader(

@@ -16,7 +16,13 @@ from torch.utils.data import DataLoader
 from lightning_dcp.data.cache import CacheSource, TokenCache, load_or_build
 from lightning_dcp.data.dataset import TokenRanges
 from lightning_dcp.data.documents import find_files
-from lightning_dcp.data.loaders import check_counts, global_batch_loader
+from lightning_dcp.data.loaders import (
+    PredictSplit,
+    check_counts,
+    check_predict_split,
+    global_batch_loader,
+    predict_loader,
+)
 from lightning_dcp.data.pieces import DocumentCounts, LongDocuments, cut_documents
 from lightning_dcp.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -51,6 +57,8 @@ class TextDataModule(LightningDataModule):
         seed: Seed of the shuffling.
         cache_dir: Folder of the token caches; none for ``lightning-dcp`` in the user's cache folder
             (``XDG_CACHE_HOME``).
+        predict_split: Whose samples ``predict`` runs on, in order: the training or the validation
+            data.
 
     Attributes:
         train_counts: What became of the training documents; ``None`` before ``setup``.
@@ -74,6 +82,7 @@ class TextDataModule(LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
         cache_dir: str | None = None,
+        predict_split: PredictSplit = "train",
     ) -> None:
         super().__init__()
         check_counts(
@@ -107,6 +116,7 @@ class TextDataModule(LightningDataModule):
         self._shuffle = shuffle
         self._seed = seed
         self._cache_dir = cache_dir
+        self._predict_split = check_predict_split(predict_split)
         self._train_set: TokenRanges | None = None
         self._val_set: TokenRanges | None = None
         self.train_counts: DocumentCounts | None = None
@@ -184,6 +194,20 @@ class TextDataModule(LightningDataModule):
     @override
     def test_dataloader(self) -> DataLoader[Any] | list[Any]:
         return self.val_dataloader()
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Every sample of ``predict_split`` once, in order, with a ``sample_id``."""
+        chosen = self._train_set if self._predict_split == "train" else self._val_set
+        if self._train_set is None:
+            raise RuntimeError("TextDataModule has no data yet: call setup() first")
+        if chosen is None:
+            raise ValueError(
+                f"predict_split={self._predict_split!r}, but there is no validation data."
+            )
+        return predict_loader(
+            chosen, global_batch_size=self.global_batch_size, num_workers=self._num_workers
+        )
 
     def _load(self, option: str, *, retry: bool) -> TokenCache | None:
         patterns = self._data if option == "data" else self._val_data

@@ -8,7 +8,12 @@ from lightning_dcp.engine.checkpoint import (
     load_full_optimizer_state,
 )
 from lightning_dcp.engine.ddp import wrap_ddp
-from lightning_dcp.engine.engine import DynamicCPEngine, PlanSettings, StepResult
+from lightning_dcp.engine.engine import (
+    DynamicCPEngine,
+    PlannedBatch,
+    PlanSettings,
+    StepResult,
+)
 from lightning_dcp.engine.optimizer import MegatronOptimizer, OptimizerSettings, build_optimizer
 
 __all__ = [
@@ -16,6 +21,7 @@ __all__ = [
     "MegatronOptimizer",
     "OptimizerSettings",
     "PlanSettings",
+    "PlannedBatch",
     "PlanningLoader",
     "StepResult",
     "build_optimizer",

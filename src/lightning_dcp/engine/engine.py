@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +17,16 @@ from torch import Tensor
 
 from lightning_dcp.engine.agreement import agree_on_lengths
 from lightning_dcp.engine.ahead import PlanAhead
+from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import ParallelContext, bind_micro_batch
 from lightning_dcp.planning import Plan, plan_global_batch
 
 MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are."""
+
+RowOutputs = Callable[[MicroBatch], dict[str, Tensor]]
+"""Of a micro-batch: outputs of each row's target on this rank, by name, ``[rows, ...]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +52,13 @@ class PlannedBatch:
         batch: The batch.
         plan: The plan, the same on every rank.
         plan_wait: Seconds that this rank had to wait for the plan.
+        target_extras: Keys whose values micro-batches get by target as well.
     """
 
     batch: GlobalBatch
     plan: Plan
     plan_wait: float = 0.0
+    target_extras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,23 +97,35 @@ class DynamicCPEngine:
         """Ends the thread that plans ahead."""
         self.ahead.close()
 
-    def prepare(self, batch: Mapping[str, Any], *, vocab_size: int | None = None) -> PlannedBatch:
+    def prepare(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        vocab_size: int | None = None,
+        target_extras: Iterable[str] = (),
+        check: Callable[[GlobalBatch], None] | None = None,
+    ) -> PlannedBatch:
         """Checks a global batch, compares it over all ranks and plans it; a collective.
 
         Args:
             batch: As ``read_global_batch`` takes it; the same on every rank.
             vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
+            target_extras: Further keys that micro-batches get by target as well, as
+                ``MicroBatch.target_extras``.
+            check: Raises a ValueError or TypeError for a batch that the loss cannot use.
 
         Raises:
-            TypeError: As ``read_global_batch``.
-            ValueError: As ``read_global_batch`` and ``plan_global_batch``, or the ranks hold
-                different batches. What is wrong on one rank is an error on every rank.
+            TypeError: As ``read_global_batch`` and ``check``.
+            ValueError: As ``read_global_batch``, ``plan_global_batch`` and ``check``, or the ranks
+                hold different batches. What is wrong on one rank is an error on every rank.
         """
         prepared: PlannedBatch | None = None
         error: Exception | None = None
         try:
             read = read_global_batch(batch, vocab_size=vocab_size)
-            prepared = PlannedBatch(read, *self.ahead.get(read.lengths))
+            if check is not None:
+                check(read)
+            prepared = PlannedBatch(read, *self.ahead.get(read.lengths), tuple(target_extras))
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
@@ -141,6 +159,7 @@ class DynamicCPEngine:
                 cp_size=group.size,
                 cp_rank=rank - group.first_rank,
                 tp_size=self.context.sizes.tensor_model_parallel_size,
+                target_extras=planned.target_extras,
             )
             micro_batch.to(self.context.device, non_blocking=True)
             yield bind_micro_batch(micro_batch, self.context.cp_groups)
@@ -203,6 +222,26 @@ class DynamicCPEngine:
             totals.add(*_checked(micro_batch_step(micro_batch)))
         return totals.result(self.context, planned.plan)
 
+    @torch.no_grad()
+    def predict_step(
+        self, planned: PlannedBatch, micro_batch_outputs: RowOutputs, *, everywhere: bool = False
+    ) -> dict[str, Tensor]:
+        """Outputs of every target, in the order of the batch; every rank must take part.
+
+        Args:
+            planned: From :meth:`prepare`.
+            micro_batch_outputs: Gives outputs by name, ``[rows, ...]``, of a micro-batch.
+            everywhere: Give the result to all ranks and not to rank 0 alone.
+
+        Returns:
+            As :func:`~lightning_dcp.engine.collect.collect_outputs`.
+        """
+        rows = [
+            _checked_rows(micro_batch_outputs(micro_batch), micro_batch)
+            for micro_batch in self.micro_batches(planned)
+        ]
+        return collect_outputs(rows, planned.plan, self.context, everywhere=everywhere)
+
 
 def _zero_gradients(ddp: DistributedDataParallel) -> None:
     """Zeroes the buffers, and drops what the last optimizer step left in ``grad``.
@@ -252,3 +291,21 @@ def _checked(output: Any) -> tuple[Tensor, Tensor]:
             "group wait for this one's backward pass."
         )
     return loss_sum, torch.as_tensor(num_tokens)
+
+
+def _checked_rows(outputs: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """What a user's prediction returned, or an error that says what it has to return."""
+    if not isinstance(outputs, dict) or not outputs:
+        raise TypeError(
+            "predict_micro_batch must return a dict with one output or more by name, found "
+            f"{'an empty dict' if outputs == {} else type(outputs).__name__}."
+        )
+    num_rows = len(micro_batch.labels)
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != num_rows:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ValueError(
+                f"predict_micro_batch gave '{name}' with {found}; an output needs one row for each "
+                f"of the {num_rows} rows of the micro-batch."
+            )
+    return outputs

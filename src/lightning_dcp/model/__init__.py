@@ -2,6 +2,6 @@
 
 from lightning_dcp.model.build import build_gpt_model
 from lightning_dcp.model.config import ModelConfig
-from lightning_dcp.model.outputs import HiddenStates, hidden_states
+from lightning_dcp.model.outputs import HiddenStates, hidden_states, whole_logits
 
-__all__ = ["HiddenStates", "ModelConfig", "build_gpt_model", "hidden_states"]
+__all__ = ["HiddenStates", "ModelConfig", "build_gpt_model", "hidden_states", "whole_logits"]

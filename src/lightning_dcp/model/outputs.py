@@ -1,11 +1,15 @@
-"""Runs the model on a micro-batch up to the output layer, whose logits are never made here."""
+"""Runs the model on a micro-batch up to the output layer; logits are made only when asked for."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 
 from lightning_dcp.packing import MicroBatch
@@ -51,3 +55,20 @@ def _take_hidden_states(
         )
     weight = output_layer.weight if output_weight is None else output_weight
     return HiddenStates(hidden_states[:, 0], weight)
+
+
+def whole_logits(states: HiddenStates, *, vocab_size: int, group: Any) -> Tensor:
+    """Logits of all rows, gathered over the tensor-parallel group: large, and differentiable.
+
+    Args:
+        states: What :func:`hidden_states` gave.
+        vocab_size: Columns from there on are padding and are cut off.
+        group: The tensor-parallel group.
+
+    Returns:
+        ``[rows, vocab_size]``, the same on all tensor-parallel ranks.
+    """
+    hidden = copy_to_tensor_model_parallel_region(states.hidden, group=group)
+    local = hidden @ states.weight.t()
+    whole: Tensor = gather_from_tensor_model_parallel_region(local, group=group)
+    return whole[:, :vocab_size]

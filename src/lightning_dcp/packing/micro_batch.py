@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -55,6 +55,9 @@ class MicroBatch:
         is_group_leader: Whether this is CP rank 0 of its group.
         extras: Further keys of the batch: per-token ones ``[rows, ...]`` (0 at padding), per-sample
             ones ``[samples of the pack, ...]``.
+        target_extras: Those of them that were asked for, of each row's target: the value that a
+            per-token one has at the next token, as ``labels``, or that of the row's sample;
+            ``[rows, ...]``, 0 where the row has no target.
         layout: The host's view of all of this.
     """
 
@@ -69,6 +72,7 @@ class MicroBatch:
     num_tokens: Tensor
     is_group_leader: bool
     extras: dict[str, Tensor] = field(default_factory=dict)
+    target_extras: dict[str, Tensor] = field(default_factory=dict)
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
@@ -83,6 +87,7 @@ class MicroBatch:
             for each in fields(owner):
                 setattr(owner, each.name, move(getattr(owner, each.name)))
         self.extras = {key: move(value) for key, value in self.extras.items()}
+        self.target_extras = {key: move(value) for key, value in self.target_extras.items()}
         return self
 
 
@@ -93,6 +98,7 @@ def pack_micro_batch(
     cp_size: int = 1,
     cp_rank: int = 0,
     tp_size: int = 1,
+    target_extras: Iterable[str] = (),
 ) -> MicroBatch:
     """Packs samples of a global batch and cuts out the rows of one CP rank.
 
@@ -105,6 +111,7 @@ def pack_micro_batch(
         cp_size: Ranks of the CP group.
         cp_rank: This rank's index in the group.
         tp_size: Tensor-parallel size, which the padding respects.
+        target_extras: Keys of ``batch.extras`` that are wanted for each row's target too.
 
     Returns:
         The micro-batch, on the device of the batch.
@@ -139,6 +146,7 @@ def pack_micro_batch(
         num_tokens=loss_mask.sum(),
         is_group_leader=cp_rank == 0,
         extras={key: pick.extra(value) for key, value in batch.extras.items()},
+        target_extras={key: pick.of_target(batch.extras[key], loss_mask) for key in target_extras},
         layout=layout,
     )
 
@@ -165,6 +173,16 @@ class _RowPicker:
         if isinstance(value, Jagged):
             return self(value, fill=0)
         return value.index_select(0, _to_device(self._sample_ids, value.device))
+
+    def of_target(self, value: Jagged | Tensor, loss_mask: Tensor) -> Tensor:
+        """The value of each row's target; 0 without one, whatever is stored there, NaN too."""
+        if isinstance(value, Jagged):
+            rows = self(value, fill=0, shift=1)
+        else:
+            samples = self._sample_ids[self._layout.sequence_of_row]
+            rows = value.index_select(0, _to_device(samples, value.device))
+        no_target = ~loss_mask.to(rows.device)
+        return rows.masked_fill_(no_target.view(-1, *[1] * (rows.dim() - 1)), 0)
 
     def _index(self, jagged: Jagged, shift: int) -> tuple[Tensor, Tensor | None]:
         key = (id(jagged.starts), shift, jagged.values.device)

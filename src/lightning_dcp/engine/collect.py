@@ -1,0 +1,158 @@
+"""Per-row outputs of all ranks, back as jagged tensors in the order of the global batch.
+
+Every rank knows the plan, hence how many rows every other one sends: tensors travel as they are,
+without sizes or pickling ahead of them. A row is sent once, by the rank that holds it; of the ranks
+that share a tensor-parallel model, which all hold the same, the first one sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_dcp.packing import PackLayout, to_jagged, unpack_rows
+from lightning_dcp.parallel import ParallelContext
+from lightning_dcp.planning import Plan
+
+
+def collect_outputs(
+    rows: Sequence[Mapping[str, Tensor]],
+    plan: Plan,
+    context: ParallelContext,
+    *,
+    everywhere: bool = False,
+) -> dict[str, Tensor]:
+    """Gathers what each rank made of its rows; a collective of all ranks of the world.
+
+    A row's output is about its target, the next token. In the result it stands at that token, as
+    labels and extras do, and the first token of each sequence, which nothing predicts, has 0.
+
+    Args:
+        rows: For each step of the plan this rank's outputs by name, ``[rows, ...]``; the same
+            names, dtypes and trailing shapes on every rank.
+        plan: The plan that ran.
+        context: The parallel state.
+        everywhere: Give the result to all ranks and not to rank 0 alone.
+
+    Returns:
+        By name jagged ``[num_samples, length*, ...]`` on this rank's device, on rank 0 or
+        everywhere; elsewhere an empty dict.
+
+    Raises:
+        ValueError: A sample is missing or there twice.
+    """
+    names = sorted(rows[0])
+    is_first = dist.get_rank() == 0
+    layouts = _layouts(plan, context.sizes.tensor_model_parallel_size)
+    transfers = {}
+    if context.tp_rank == 0:
+        ends = np.cumsum(_rows_of_ranks(plan, layouts).sum(0))
+        for name in names:
+            transfers[name] = _start_gather(torch.cat([step[name] for step in rows]), ends, context)
+    # While the rows travel.
+    order = _token_order(plan, layouts).to(context.device) if is_first else None
+    gathered = {name: transfer.finish() for name, transfer in transfers.items()}
+    if not (is_first or everywhere):
+        return {}
+    lengths = torch.tensor(plan.lengths)
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(context.device)
+    results = {}
+    for name in names:
+        if order is not None:
+            values = _by_token(gathered[name], order, offsets)
+        else:
+            values = rows[0][name].new_empty(sum(plan.lengths), *rows[0][name].shape[1:])
+        if everywhere:
+            dist.broadcast(values, src=0)
+        results[name] = torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+    return results
+
+
+def _layouts(plan: Plan, tp_size: int) -> list[list[PackLayout]]:
+    """The layout of every group of every step, as CP rank 0 of it sees it."""
+    lengths = np.asarray(plan.lengths, np.int64)
+    return [
+        [
+            PackLayout.of(
+                lengths[list(group.sample_ids)].tolist(), cp_size=group.size, tp_size=tp_size
+            )
+            for group in step.groups
+        ]
+        for step in plan.steps
+    ]
+
+
+def _rows_of_ranks(plan: Plan, layouts: list[list[PackLayout]]) -> NDArray[np.int64]:
+    """``[num_steps, num_ranks]``: the rows that each rank of the pool holds in each step."""
+    return np.asarray(
+        [
+            np.repeat([one.num_rows for one in of_step], [group.size for group in step.groups])
+            for step, of_step in zip(plan.steps, layouts, strict=True)
+        ],
+        np.int64,
+    )
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Rows under way: ``rows`` is where they arrive or what is sent, which must live till then."""
+
+    rows: Tensor
+    works: list[dist.Work]
+
+    def finish(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.rows
+
+
+def _start_gather(local: Tensor, ends: NDArray[np.int64], context: ParallelContext) -> _Transfer:
+    """Starts to bring the rows of all ranks of a pool, one after the other, to its first rank.
+
+    Args:
+        local: This rank's rows of all steps, [rows, ...].
+        ends: ``[num_ranks]``: where each rank's rows end in the result.
+        context: The parallel state.
+    """
+    pool, group = context.cp_groups.pool_ranks, context.pg_collection.dp_cp
+    if context.pool_rank != 0:
+        whole = local
+        operations = [dist.P2POp(dist.isend, local, pool[0], group)]
+    else:
+        whole = local.new_empty(int(ends[-1]), *local.shape[1:])
+        whole[: ends[0]] = local
+        operations = [
+            dist.P2POp(dist.irecv, whole[ends[rank - 1] : ends[rank]], pool[rank], group)
+            for rank in range(1, len(pool))
+        ]
+    return _Transfer(whole, dist.batch_isend_irecv(operations) if operations else [])
+
+
+def _token_order(plan: Plan, layouts: list[list[PackLayout]]) -> Tensor:
+    """``[num_tokens]``: where each token's own row lies among the gathered ones.
+
+    Unpacking row numbers instead of rows gives it, with the check that each sample is there once.
+    """
+    num_rows = _rows_of_ranks(plan, layouts)
+    # The gathered rows are those of rank 0 in all steps, then those of rank 1, and so on.
+    firsts = (np.cumsum(num_rows.T).reshape(num_rows.T.shape) - num_rows.T).T
+    parts = []
+    for first, step, of_step in zip(firsts, plan.steps, layouts, strict=True):
+        for group, layout in zip(step.groups, of_step, strict=True):
+            starts = first[group.first_rank : group.first_rank + group.size]
+            numbers = [torch.arange(start, start + layout.num_rows) for start in starts.tolist()]
+            parts.append(unpack_rows(numbers, layout, group.sample_ids))
+    order: Tensor = to_jagged(parts, len(plan.lengths)).values()
+    return order
+
+
+def _by_token(gathered: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    """Outputs in the order of the batch, each at its target and not at the row that made it."""
+    values = gathered.index_select(0, order.roll(1))
+    return values.index_fill_(0, offsets[:-1], 0)

@@ -1,0 +1,147 @@
+"""The hook: from log-probabilities and the batch's extras to a loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_dcp.objectives.outputs import TargetOutputs
+from lightning_dcp.packing import GlobalBatch, Jagged, MicroBatch
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A key of the batch that an objective reads.
+
+    Attributes:
+        key: The key.
+        of: ``"token"``: a jagged tensor, one value a token, which belongs to the token it stands
+            at (unshifted, like labels); ``"sample"``: a dense one, one value a sample;
+            ``"either"``.
+        num_dims: Dimensions beyond: 1 for ``k`` values a token.
+        integer: Whether the values are ids.
+    """
+
+    key: str
+    of: Literal["token", "sample", "either"] = "token"
+    num_dims: int = 0
+    integer: bool = False
+
+    @property
+    def form(self) -> str:
+        """How it has to look, for errors."""
+        trailing = "".join(", k" for _ in range(self.num_dims))
+        forms = {
+            "token": f"a jagged tensor [num_samples, length*{trailing}]",
+            "sample": f"a dense tensor [num_samples{trailing}]",
+        }
+        kind = "integers" if self.integer else "floating point"
+        return " or ".join(forms[of] for of in forms if self.of in (of, "either")) + f", {kind}"
+
+
+class Objective(ABC):
+    """A loss on per-token log-probabilities; the engine does not change with it.
+
+    The loss of a step is the sum of all target tokens' losses over the number of target tokens in
+    the global batch. An objective gives the losses; weights in it scale a token's loss and leave
+    the number alone.
+
+    Attributes:
+        temperature: What logits are divided by; predictions use the same, so that they serve as
+            old log-probabilities.
+    """
+
+    temperature: float = 1.0
+
+    @property
+    def extras(self) -> tuple[Extra, ...]:
+        """Keys that the batch must have; ``micro_batch.target_extras`` has them row by row."""
+        return ()
+
+    @abstractmethod
+    def __call__(self, outputs: TargetOutputs, micro_batch: MicroBatch) -> Tensor:
+        """The losses of a micro-batch's rows on this rank.
+
+        Args:
+            outputs: Log-probabilities and entropies of the targets, made when asked for.
+            micro_batch: The rows. ``target_extras`` holds each key of :attr:`extras` at the target
+                of each row: ``[rows, ...]``, 0 where there is none.
+
+        Returns:
+            ``[rows]``, of which rows without a target are left out, or the sum of the targets'
+            losses, a scalar. Either must depend on ``outputs``, also without a target.
+        """
+
+    def check(self, batch: GlobalBatch, *, vocab_size: int | None = None) -> None:
+        """Refuses a global batch that lacks what this objective reads.
+
+        Args:
+            batch: The batch.
+            vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked, as those
+                on a device are.
+
+        Raises:
+            ValueError: A key is missing, has another shape, or holds ids outside the vocabulary.
+            TypeError: A key has another type.
+        """
+        for extra in self.extras:
+            self._check_extra(extra, batch)
+            if extra.integer and vocab_size is not None:
+                _check_ids(extra.key, batch.extras[extra.key], vocab_size)
+
+    def _check_extra(self, extra: Extra, batch: GlobalBatch) -> None:
+        name = type(self).__name__
+        if extra.key not in batch.extras:
+            has = ", ".join(repr(key) for key in sorted(batch.extras)) or "none"
+            raise ValueError(
+                f"{name} needs '{extra.key}' in every batch: {extra.form}. The batch's extra keys: "
+                f"{has}. Have the DataModule give it, or name another key in the options of {name}."
+            )
+        value = batch.extras[extra.key]
+        of: str = "token" if isinstance(value, Jagged) else "sample"
+        values = value.values if isinstance(value, Jagged) else value
+        shape = list(values.shape[1:])
+        if extra.of not in (of, "either") or len(shape) != extra.num_dims:
+            found = f"jagged with {shape or 'one value'} a token" if of == "token" else "dense"
+            raise ValueError(
+                f"{name} needs '{extra.key}' as {extra.form}; found it {found}"
+                f"{'' if of == 'token' else f', of shape {list(values.shape)}'}."
+            )
+        is_integer = not values.is_floating_point() and values.dtype != torch.bool
+        if is_integer != extra.integer or values.is_complex():
+            raise TypeError(f"{name} needs '{extra.key}' as {extra.form}; found {values.dtype}.")
+
+
+def _check_ids(key: str, value: Jagged | Tensor, vocab_size: int) -> None:
+    if not isinstance(value, Jagged) or value.values.device.type != "cpu":
+        return
+    bad = (value.values < 0) | (value.values >= vocab_size)
+    if not bad.any():
+        return
+    # Rows that lie between samples belong to none.
+    for sample, (start, length) in enumerate(zip(value.starts, value.lengths, strict=True)):
+        where = bad[start : start + length].nonzero()
+        if len(where):
+            found = int(value.values[start + int(where[0, 0])][tuple(where[0, 1:])])
+            raise ValueError(
+                f"'{key}' of sample {sample} holds id {found} at token {int(where[0, 0])}; the "
+                f"vocabulary has ids 0 to {vocab_size - 1}. Use 0 for tokens that are no target."
+            )
+
+
+def check_above_zero(**options: float) -> None:
+    """Raises a ValueError for the first option that is not a finite number above 0."""
+    for name, value in options.items():
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value} must be finite and above 0.")
+
+
+def check_not_negative(**options: float) -> None:
+    """Raises a ValueError for the first option that is negative or not finite."""
+    for name, value in options.items():
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value} must be finite and not negative.")
