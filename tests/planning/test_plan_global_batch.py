@@ -7,38 +7,13 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from planning_workloads import predictions, workloads
 
 from lightning_dcp.alignment import longest_that_fits, rows_per_rank
 from lightning_dcp.planning import Group, Plan, PlanError, Problem, Step, plan_global_batch
 
 DYNAMIC = ["balanced", "longest_sequence"]
 PLANNERS = [*DYNAMIC, "static"]
-
-
-@st.composite
-def workloads(draw: st.DrawFn) -> dict:
-    """Lengths that the pool holds, short and long ones mixed, with few and with many samples."""
-    num_ranks = draw(st.integers(1, 64))
-    tp_size = draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
-    least = tp_size * (2 if num_ranks > 1 else 1)
-    cap = draw(
-        st.integers(least, least + 40) | st.sampled_from([64, 1000, 4096]).map(least.__mul__)
-    )
-    most = longest_that_fits(cap, num_ranks, tp_size)
-    length = (
-        st.integers(1, most)
-        | st.integers(1, min(most, cap))
-        | st.integers(1, min(most, 4))
-        | st.just(most)
-    )
-    lengths = draw(st.lists(length, min_size=1, max_size=draw(st.sampled_from([4, 24, 120]))))
-    return {
-        "lengths": lengths,
-        "num_ranks": num_ranks,
-        "max_seqlen_per_dp_cp_rank": cap,
-        "tp_size": tp_size,
-    }
 
 
 def broken_rules(plan: Plan) -> list[str]:
@@ -65,9 +40,9 @@ def broken_rules(plan: Plan) -> list[str]:
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @settings(max_examples=300, deadline=None)
-@given(workload=workloads())
-def test_every_plan_keeps_the_contract(planner: str, workload: dict) -> None:
-    plan = plan_global_batch(**workload, planner=planner)
+@given(workload=workloads(), prediction=predictions())
+def test_every_plan_keeps_the_contract(planner: str, workload: dict, prediction: dict) -> None:
+    plan = plan_global_batch(**workload, **prediction, planner=planner)
     assert broken_rules(plan) == []
     assert plan.validate() is None
     assert plan.lengths == tuple(workload["lengths"])

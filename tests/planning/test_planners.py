@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -15,13 +15,6 @@ def long_tail(seed: int, num_samples: int) -> np.ndarray:
     """Most lengths near 1K, some up to 16K."""
     pareto = np.random.default_rng(seed).pareto(1.2, num_samples)
     return np.clip(1024 * (1 + pareto), 1024, 16_384).astype(np.int64)
-
-
-def efficiency(plan: Plan) -> float:
-    """The time that perfect balance without padding would take over the predicted time."""
-    model = CostModel()
-    work = model.sample_times(np.array(plan.lengths)).sum()
-    return work / plan.num_ranks / sum(model.step_times(plan))
 
 
 # static
@@ -115,7 +108,18 @@ def test_static_is_an_honest_baseline(seed: int) -> None:
         long_tail(seed, 128), num_ranks=8, max_seqlen_per_dp_cp_rank=4096, planner="static"
     )
     assert plan.cp_sizes().keys() == {4}
-    assert efficiency(plan) > 0.95
+    # Little of its loss is idle time: what it pays for is CP where none is needed.
+    assert plan.report.idle_share < 0.03
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_static_spreads_samples_where_the_tightest_packing_has_too_few_micro_batches(
+    size: int,
+) -> None:
+    lengths = [6 * size, 4 * size, 3 * size, 3 * size, 2 * size, 2 * size]
+    options = {"num_ranks": 8, "max_seqlen_per_dp_cp_rank": 10 if size == 1 else 12}
+    plan = plan_global_batch(lengths, **options, planner="static", context_parallel_size=size)
+    assert len(plan.steps) == 1
 
 
 # longest_sequence
@@ -153,58 +157,64 @@ def test_longest_sequence_uses_several_sizes(seed: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8, 10, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_balanced_comes_close_to_perfect_balance(num_ranks: int, seed: int) -> None:
+def test_balanced_comes_close_to_the_bound(num_ranks: int, seed: int) -> None:
     cap = max(4096, 16_384 // num_ranks + 2)
     plan = plan_global_batch(
         long_tail(seed, 16 * num_ranks), num_ranks=num_ranks, max_seqlen_per_dp_cp_rank=cap
     )
-    assert efficiency(plan) > 0.9
+    assert plan.quality > 0.92
+
+
+def sizes_of_samples(plan: Plan) -> dict[int, int]:
+    return {i: group.size for step in plan.steps for group in step.groups for i in group.sample_ids}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_balanced_leaves_short_samples_on_small_groups(seed: int) -> None:
-    plan = plan_global_batch(long_tail(seed, 128), num_ranks=8, max_seqlen_per_dp_cp_rank=4096)
-    size_of = {
-        i: group.size for step in plan.steps for group in step.groups for i in group.sample_ids
-    }
-    short = [size_of[i] for i, length in enumerate(plan.lengths) if length <= 4096]
-    longest = [size_of[i] for i, length in enumerate(plan.lengths) if length > 8192]
+def test_balanced_leaves_short_samples_on_small_groups_where_larger_ones_cost(seed: int) -> None:
+    costly = CostModel(hop_seconds_within=0.05, kv_seconds_per_row_within=1e-5, overlap=0.0)
+    plan = plan_global_batch(
+        long_tail(seed, 256), num_ranks=8, max_seqlen_per_dp_cp_rank=4096, cost_model=costly
+    )
+    sizes = sizes_of_samples(plan)
+    short = [sizes[i] for i, length in enumerate(plan.lengths) if length <= 4096]
+    longest = [sizes[i] for i, length in enumerate(plan.lengths) if length > 8192]
     assert np.mean(np.array(short) == 1) > 0.6
     assert min(longest) >= 4
 
 
-def test_balanced_runs_equal_short_samples_alone_on_their_ranks() -> None:
+def test_balanced_takes_larger_groups_where_they_pay() -> None:
+    """Three equal samples on two ranks: one alone after two, or all three on both ranks."""
+    options = {"num_ranks": 2, "max_seqlen_per_dp_cp_rank": 8192}
+    plan = plan_global_batch([4096] * 3, **options)
+    assert plan.cp_sizes() == {2: 1}
+    costly = CostModel(hop_seconds_within=10.0)
+    assert 1 in plan_global_batch([4096] * 3, **options, cost_model=costly).cp_sizes()
+
+
+def test_balanced_fills_the_time_of_a_long_sample_with_short_ones() -> None:
+    lengths = [16_384] + [1024] * 48
+    plan = plan_global_batch(lengths, num_ranks=8, max_seqlen_per_dp_cp_rank=16_384)
+    assert len(plan.steps) == 1
+    assert plan.report.idle_share < 0.05
+
+
+def test_balanced_runs_equal_short_samples_in_equal_micro_batches() -> None:
     plan = plan_global_batch([1024] * 72, num_ranks=8, max_seqlen_per_dp_cp_rank=4096)
-    # 18 full packs would make 2 full steps and a nearly empty one: three steps of 3 are as short.
-    assert plan.cp_sizes() == {1: 24}
-    assert {len(group.sample_ids) for step in plan.steps for group in step.groups} == {3}
+    # 18 full packs would make 2 full steps and a nearly empty one.
+    assert len({group.size for step in plan.steps for group in step.groups}) == 1
+    assert plan.report.idle_share < 1e-9
 
 
-def test_balanced_follows_the_cost_model() -> None:
-    lengths = [32] * 2 + [4] * 32
-    options = {"num_ranks": 4, "max_seqlen_per_dp_cp_rank": 64}
-    linear = plan_global_batch(lengths, **options, cost_model=CostModel(crossover_length=1e9))
-    quadratic = plan_global_batch(lengths, **options, cost_model=CostModel(crossover_length=1e-3))
-    assert max(linear.cp_sizes()) == 1
-    assert max(quadratic.cp_sizes()) == 2
+def test_a_larger_pool_is_never_slower_for_its_long_samples() -> None:
+    lengths = long_tail(0, 64)
+    seconds = [
+        plan_global_batch(lengths, num_ranks=n, max_seqlen_per_dp_cp_rank=16_384)
+        .report.predicted_seconds
+        for n in (1, 2, 4, 8)
+    ]  # fmt: skip
+    assert seconds == sorted(seconds, reverse=True)
 
 
-# megatron
-
-
-def test_megatron_needs_a_build_with_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "megatron.core.datasets.data_schedule"
-    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    with pytest.raises(ImportError, match="needs a Megatron-Core build with DefaultDynamicCPSch"):
-        plan_global_batch([1], num_ranks=2, max_seqlen_per_dp_cp_rank=8, planner="megatron")
-
-
-def test_megatron_with_the_scheduler_says_that_the_adapter_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name = "megatron.core.datasets.data_schedule"
-    module = types.ModuleType(name)
-    module.DefaultDynamicCPScheduler = type("DefaultDynamicCPScheduler", (), {})
-    monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(NotImplementedError, match="planner='balanced'"):
-        plan_global_batch([1], num_ranks=2, max_seqlen_per_dp_cp_rank=8, planner="megatron")
+def test_planning_does_not_import_torch() -> None:
+    code = "import sys, lightning_dcp.planning; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,22 +1,54 @@
 """Planning: which ranks run which samples together, step by step. Pure Python and NumPy."""
 
 from lightning_dcp.planning.api import PLANNERS, Planner, plan_global_batch
-from lightning_dcp.planning.cost import CostModel
+from lightning_dcp.planning.bound import lower_bound
+from lightning_dcp.planning.calibration import (
+    MeasuredMicroBatch,
+    cost_model_from_json,
+    cost_model_to_json,
+    fit_cost_model,
+    predict,
+    r_squared,
+)
+from lightning_dcp.planning.cost import CostModel, CostParts
+from lightning_dcp.planning.devices import CPU, H100, H200, DevicePreset
+from lightning_dcp.planning.evaluation import PlanReport, evaluate
+from lightning_dcp.planning.megatron import has_megatron_scheduler
+from lightning_dcp.planning.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
 from lightning_dcp.planning.packs import Pack, complete, lay_out
 from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
-from lightning_dcp.planning.problem import Problem
+from lightning_dcp.planning.problem import Execution, Problem
 
 __all__ = [
+    "CPU",
+    "H100",
+    "H200",
+    "LLAMA_8B",
     "PLANNERS",
+    "QWEN3_30B_A3B",
     "CostModel",
+    "CostParts",
+    "DevicePreset",
+    "Execution",
     "Group",
+    "MeasuredMicroBatch",
+    "ModelSizes",
     "Pack",
     "Plan",
     "PlanError",
+    "PlanReport",
     "Planner",
     "Problem",
     "Step",
     "complete",
+    "cost_model_from_json",
+    "cost_model_to_json",
+    "evaluate",
+    "fit_cost_model",
+    "has_megatron_scheduler",
     "lay_out",
+    "lower_bound",
     "plan_global_batch",
+    "predict",
+    "r_squared",
 ]

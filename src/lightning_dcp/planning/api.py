@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 
 from lightning_dcp.planning.balanced import plan_balanced
 from lightning_dcp.planning.cost import CostModel
+from lightning_dcp.planning.evaluation import report
 from lightning_dcp.planning.longest_sequence import plan_longest_sequence
 from lightning_dcp.planning.megatron import plan_megatron
 from lightning_dcp.planning.plan import Plan, Step
-from lightning_dcp.planning.problem import Problem, as_lengths, check_positive_int
+from lightning_dcp.planning.problem import Execution, Problem, as_lengths, check_positive_int
 from lightning_dcp.planning.static import plan_static
 
 type Planner = Callable[[Problem], Sequence[Step]]
@@ -37,6 +39,7 @@ def plan_global_batch(
     cost_model: CostModel | None = None,
     tp_size: int = 1,
     context_parallel_size: int | None = None,
+    execution: Execution = "lockstep",
 ) -> Plan:
     """Plans the micro-batches of one global batch on a pool of DPxCP ranks.
 
@@ -52,15 +55,19 @@ def plan_global_batch(
         tp_size: Tensor-parallel size; padded lengths are multiples of it.
         context_parallel_size: The CP size of ``planner="static"``; by default the smallest that
             holds every sample.
+        execution: What to plan for and predict: ``"lockstep"``, where a step lasts as long as its
+            slowest rank, as under pipeline and expert parallelism, or ``"free_running"``, where
+            only the members of a group wait for each other.
 
     Returns:
-        A plan for which :meth:`Plan.validate` holds.
+        A plan for which :meth:`Plan.validate` holds, with its :attr:`Plan.report`.
 
     Raises:
         TypeError: A length, a size or the cap is no integer.
         ValueError: The batch is empty, a sample is empty or longer than the pool holds, or an
             option has a value that cannot work.
-        PlanError: A planner of the user's own returned a plan that breaks a rule.
+        PlanError: A planner of the user's own, or Megatron-Core's scheduler, returned a plan that
+            breaks a rule, or the scheduler failed.
         ImportError: ``planner="megatron"`` and the installed Megatron-Core has no scheduler.
     """
     name, make_steps = _resolve(planner)
@@ -78,9 +85,11 @@ def plan_global_batch(
         tp_size=check_positive_int("tp_size", tp_size),
         context_parallel_size=context_parallel_size,
         cost_model=cost_model or CostModel(),
+        execution=execution,
     )
+    steps = tuple(make_steps(problem))
     plan = Plan(
-        steps=tuple(make_steps(problem)),
+        steps=steps,
         lengths=problem.lengths,
         num_ranks=problem.num_ranks,
         max_seqlen_per_dp_cp_rank=problem.cap,
@@ -88,7 +97,7 @@ def plan_global_batch(
         planner=name,
     )
     plan.validate()
-    return plan
+    return replace(plan, report=report(problem, steps))
 
 
 def _resolve(planner: str | Planner) -> tuple[str, Planner]:

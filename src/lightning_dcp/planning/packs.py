@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from lightning_dcp.planning.plan import Group, Step
 from lightning_dcp.planning.problem import Problem, total_time
@@ -26,9 +28,10 @@ def lay_out(packs: Iterable[Pack]) -> Step:
     """
     groups = []
     first_rank = 0
-    for pack in sorted(packs, key=lambda pack: (-pack.size, min(pack.sample_ids, default=-1))):
-        groups.append(Group(first_rank, pack.size, tuple(sorted(pack.sample_ids))))
-        first_rank += pack.size
+    ordered = sorted([(-pack.size, tuple(sorted(pack.sample_ids))) for pack in packs])
+    for negative, samples in ordered:
+        groups.append(Group(first_rank, -negative, samples))
+        first_rank -= negative
     return Step(tuple(groups))
 
 
@@ -64,23 +67,63 @@ def complete(problem: Problem, packs: Iterable[Pack]) -> list[Pack] | None:
 
 
 def whole_pool_packs(problem: Problem, sample_ids: Iterable[int]) -> list[Pack]:
-    """Packs on the whole pool, one a step, that hold the samples: first fit, longest first.
+    """Packs on the whole pool, one a step, that hold the samples.
 
     Always possible, since every sample of a problem fits the whole pool.
     """
-    size = problem.num_ranks
+    longest_first = sorted(sample_ids, key=lambda i: (-problem.lengths[i], i))
+    bins = best_fit(problem, problem.num_ranks, longest_first)
+    return [Pack(problem.num_ranks, tuple(samples)) for samples in bins]
+
+
+def best_fit(problem: Problem, size: int, sample_ids: Iterable[int]) -> list[list[int]]:
+    """Samples in micro-batches under the cap, each to the one with the least room that holds it.
+
+    Args:
+        problem: The planning request.
+        size: CP size of the micro-batches; every sample fits it.
+        sample_ids: The samples, in the order in which they are put; longest first packs best.
+
+    Returns:
+        The sample ids of each micro-batch.
+    """
     rows = problem.rows[size]
     bins: list[list[int]] = []
-    room: list[int] = []
-    for sample in sorted(sample_ids, key=lambda i: (-problem.lengths[i], i)):
-        index = next((k for k, left in enumerate(room) if rows[sample] <= left), None)
-        if index is None:
-            index = len(bins)
-            bins.append([])
-            room.append(problem.cap)
-        bins[index].append(sample)
-        room[index] -= rows[sample]
-    return [Pack(size, tuple(samples)) for samples in bins]
+    rooms: list[tuple[int, int]] = []
+    for sample in sample_ids:
+        position = bisect_left(rooms, (rows[sample], -1))
+        if position == len(rooms):
+            bins.append([sample])
+            insort(rooms, (problem.cap - rows[sample], len(bins) - 1))
+        else:
+            room, index = rooms.pop(position)
+            bins[index].append(sample)
+            insort(rooms, (room - rows[sample], index))
+    return bins
+
+
+def lay_out_on_earliest_ranks(problem: Problem, steps: Iterable[Sequence[Pack]]) -> list[Step]:
+    """Gives the packs of all steps their ranks, where a rank does not wait for the whole step.
+
+    Within a step and a size, the pack that takes the longest goes to the ranks that are ready
+    first.
+    """
+    ready = [0.0] * problem.num_ranks
+    laid_out = []
+    for packs in steps:
+        groups = []
+        first_rank = 0
+        by_size = sorted(packs, key=lambda pack: -pack.size)
+        for size, some in groupby(by_size, key=lambda pack: pack.size):
+            timed = [(-total_time(problem, p.sample_ids, size), p.sample_ids) for p in some]
+            ends = first_rank + size * len(timed)
+            slots = [(max(ready[k : k + size]), k) for k in range(first_rank, ends, size)]
+            for (time, samples), (start, k) in zip(sorted(timed), sorted(slots), strict=True):
+                groups.append(Group(k, size, tuple(sorted(samples))))
+                ready[k : k + size] = [start - time] * size
+            first_rank = ends
+        laid_out.append(Step(tuple(sorted(groups, key=lambda group: group.first_rank))))
+    return laid_out
 
 
 def steps_of(problem: Problem, packs: Sequence[Pack]) -> list[Step]:

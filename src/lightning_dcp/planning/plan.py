@@ -6,8 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from lightning_dcp.alignment import rows_per_rank
+from lightning_dcp.alignment import row_alignment
+
+if TYPE_CHECKING:
+    from lightning_dcp.planning.evaluation import PlanReport
 
 
 class PlanError(ValueError):
@@ -67,6 +71,8 @@ class Plan:
         max_seqlen_per_dp_cp_rank: The most rows a rank may hold in a step, padding included.
         tp_size: Tensor-parallel size; sequences are padded for sequence parallelism over it.
         planner: Name of the planner that made the plan.
+        report: What the cost model of the request predicts; ``None`` for a plan made by hand.
+            Plans are compared without it.
     """
 
     steps: tuple[Step, ...]
@@ -75,6 +81,21 @@ class Plan:
     max_seqlen_per_dp_cp_rank: int
     tp_size: int = 1
     planner: str = "balanced"
+    report: PlanReport | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def quality(self) -> float:
+        """The lower bound on the time of any plan over this one's predicted time, 0 to 1.
+
+        Raises:
+            ValueError: The plan has no report.
+        """
+        if self.report is None:
+            raise ValueError(
+                "this plan was not predicted: quality needs a plan of plan_global_batch, or "
+                "evaluate(plan, cost_model).quality"
+            )
+        return self.report.quality
 
     @property
     def num_tokens(self) -> int:
@@ -88,10 +109,10 @@ class Plan:
 
     def rows(self, group: Group) -> int:
         """The rows each rank of ``group`` holds, padding included."""
-        return sum(
-            rows_per_rank(self.lengths[sample], group.size, self.tp_size)
-            for sample in group.sample_ids
-        )
+        align = row_alignment(group.size, self.tp_size)
+        # rows_per_rank of each, written out: validate() asks for every group.
+        chunks = sum([-(-self.lengths[sample] // align) for sample in group.sample_ids])
+        return chunks * (align // group.size)
 
     def cp_sizes(self) -> dict[int, int]:
         """The number of groups (micro-batches) of each CP size, in ascending order of size."""

@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.alignment import longest_that_fits, row_alignment
-from lightning_dcp.planning.cost import CostModel, padded_rows
+from lightning_dcp.planning.bound import lower_bound
+from lightning_dcp.planning.cost import CostModel, CostParts
+
+Execution = Literal["lockstep", "free_running"]
+"""Who waits for whom: a step for all of its ranks, or only the members of a group."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """What a planner gets: the lengths, the pool, and rows and time of each sample at each size.
 
@@ -25,10 +31,16 @@ class Problem:
         tp_size: Tensor-parallel size.
         context_parallel_size: The size asked for, for the ``static`` planner.
         cost_model: Predicts times.
+        execution: Whether a step waits for its slowest rank (``"lockstep"``), or only the members
+            of a group for each other (``"free_running"``).
         sizes: The CP sizes that a group may have, ascending: the powers of two below the pool's
             size, and the pool itself.
         rows: By CP size: rows a rank holds of each sample.
-        times: By CP size: time that each sample adds to its micro-batch.
+        times: By CP size: seconds that each sample adds to its micro-batch.
+        fixed: By CP size: seconds of a micro-batch whatever its samples.
+        parts: Where the times of the samples go.
+        row_table: The same as ``rows``; int64, ``[num_sizes, num_samples]``.
+        time_table: The same as ``times``; float64, ``[num_sizes, num_samples]``.
         min_sizes: The smallest CP size that holds each sample.
         order: Sample ids, longest first; equal lengths by id.
     """
@@ -39,9 +51,14 @@ class Problem:
     tp_size: int = 1
     context_parallel_size: int | None = None
     cost_model: CostModel = field(default_factory=CostModel)
+    execution: Execution = "lockstep"
     sizes: tuple[int, ...] = field(init=False)
     rows: dict[int, list[int]] = field(init=False, repr=False)
     times: dict[int, list[float]] = field(init=False, repr=False)
+    fixed: dict[int, float] = field(init=False, repr=False)
+    parts: CostParts = field(init=False, repr=False)
+    row_table: NDArray[np.int64] = field(init=False, repr=False)
+    time_table: NDArray[np.float64] = field(init=False, repr=False)
     min_sizes: list[int] = field(init=False, repr=False)
     order: list[int] = field(init=False, repr=False)
 
@@ -49,24 +66,37 @@ class Problem:
         for name in ("num_ranks", "cap", "tp_size"):
             label = "max_seqlen_per_dp_cp_rank" if name == "cap" else name
             check_positive_int(label, getattr(self, name))
+        if self.execution not in get_args(Execution):
+            raise ValueError(
+                f"execution={self.execution!r} is unknown; choose 'lockstep' or 'free_running'"
+            )
         self._check_cap()
         self._check_lengths()
         lengths = np.asarray(self.lengths, dtype=np.int64)
         sizes = cp_sizes_of_pool(self.num_ranks)
-        rows = {size: padded_rows(lengths, size, self.tp_size) for size in sizes}
-        times = {s: self.cost_model.sample_times(lengths, s, self.tp_size).tolist() for s in sizes}
+        parts = self.cost_model.parts(lengths, sizes, self.tp_size)
+        rows, times = parts.rows, parts.total
         smallest = np.full(len(lengths), self.num_ranks)
-        for size in reversed(sizes):
-            smallest[rows[size] <= self.cap] = size
+        for size, row in zip(reversed(sizes), rows[::-1], strict=True):
+            smallest[row <= self.cap] = size
         derived = {
             "sizes": sizes,
-            "rows": {size: table.tolist() for size, table in rows.items()},
-            "times": times,
+            "rows": dict(zip(sizes, rows.tolist(), strict=True)),
+            "times": dict(zip(sizes, times.tolist(), strict=True)),
+            "fixed": {size: self.cost_model.fixed_time(size) for size in sizes},
+            "parts": parts,
+            "row_table": rows,
+            "time_table": times,
             "min_sizes": smallest.tolist(),
             "order": np.argsort(-lengths, kind="stable").tolist(),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    @cached_property
+    def bound(self) -> float:
+        """:func:`lightning_dcp.planning.bound.lower_bound` of this problem, seconds."""
+        return lower_bound(self)
 
     def _check_cap(self) -> None:
         cp_size = min(self.num_ranks, 2)
@@ -150,7 +180,7 @@ def total_time(problem: Problem, sample_ids: Sequence[int], size: int) -> float:
     """The time of a micro-batch of these samples on a CP group of ``size`` ranks."""
     times = problem.times[size]
     # fsum: the same on every machine and in any order, so that ranks cannot disagree on a tie.
-    return math.fsum(times[i] for i in sample_ids)
+    return problem.fixed[size] + math.fsum([times[i] for i in sample_ids])
 
 
 def total_rows(problem: Problem, sample_ids: Sequence[int], size: int) -> int:

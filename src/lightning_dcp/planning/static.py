@@ -6,9 +6,11 @@ import heapq
 import math
 
 from lightning_dcp.alignment import longest_that_fits
-from lightning_dcp.planning.packs import Pack, lay_out
+from lightning_dcp.planning.evaluation import predicted_time
+from lightning_dcp.planning.filling import Bins, fill
+from lightning_dcp.planning.packs import Pack, best_fit, lay_out
 from lightning_dcp.planning.plan import Step
-from lightning_dcp.planning.problem import Problem, total_rows, total_time
+from lightning_dcp.planning.problem import Problem, total_time
 
 
 def plan_static(problem: Problem) -> list[Step]:
@@ -65,64 +67,63 @@ def _first_size(problem: Problem) -> int:
     return asked
 
 
+def plan_static_below(problem: Problem, time: float) -> list[Step] | None:
+    """The quickest static plan that may take less than ``time`` seconds; ``None`` if none may.
+
+    Sizes whose work and fixed times alone take longer are not planned.
+
+    Args:
+        problem: The planning request; its ``context_parallel_size`` is not used.
+        time: Predicted seconds to stay below.
+    """
+    best = None
+    for size in _sizes_from(problem, max(problem.min_sizes)):
+        num_groups = problem.num_ranks // size
+        work = math.fsum(problem.times[size]) / num_groups
+        if work + _fewest_steps(problem, size) * problem.fixed[size] >= time:
+            continue
+        bins = _pack(problem, size)
+        steps = _steps(problem, size, bins) if bins is not None else []
+        predicted = predicted_time(problem, steps) if steps else math.inf
+        if predicted < time:
+            best, time = steps, predicted
+    return best
+
+
+def _fewest_steps(problem: Problem, size: int) -> int:
+    capacity = problem.cap * (problem.num_ranks // size)
+    return -(-int(problem.row_table[problem.sizes.index(size)].sum()) // capacity)
+
+
 def _pack(problem: Problem, size: int) -> list[list[int]] | None:
     """As few non-empty micro-batches as fill whole steps; ``None`` if there are too few samples."""
     num_groups = problem.num_ranks // size
-    num_samples = len(problem.lengths)
-    num_steps = max(
-        1, math.ceil(total_rows(problem, problem.order, size) / (problem.cap * num_groups))
-    )
-    while num_steps * num_groups <= num_samples:
-        bins = _balance(problem, size, num_steps * num_groups)
-        if bins is not None:
-            return bins
-        num_steps += 1
-    return None
-
-
-def _balance(problem: Problem, size: int, num_bins: int) -> list[list[int]] | None:
-    """``num_bins`` micro-batches of balanced time, or else a tight packing; ``None`` if neither."""
-    return _least_work_first(problem, size, num_bins) or _first_fit(problem, size, num_bins)
+    tight = best_fit(problem, size, problem.order)
+    num_bins = -(-len(tight) // num_groups) * num_groups
+    if num_bins > len(problem.lengths):
+        return None
+    return _least_work_first(problem, size, num_bins) or _spread(problem, size, tight, num_bins)
 
 
 def _least_work_first(problem: Problem, size: int, num_bins: int) -> list[list[int]] | None:
-    rows, times = problem.rows[size], problem.times[size]
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0.0, index, problem.cap) for index in range(num_bins)]
-    for sample in problem.order:
-        full = []
-        while heap and heap[0][2] < rows[sample]:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        time, index, room = heap[0]
-        heapq.heapreplace(heap, (time + times[sample], index, room - rows[sample]))
-        bins[index].append(sample)
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return bins
+    bins = Bins()
+    bins.open(problem, size, num_bins)
+    left = fill(problem, bins, [0.0] * num_bins, problem.order, 0)
+    return None if left or not all(bins.samples) else bins.samples
 
 
-def _first_fit(problem: Problem, size: int, num_bins: int) -> list[list[int]] | None:
-    rows = problem.rows[size]
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for sample in problem.order:
-        index = next((k for k, left in enumerate(room) if rows[sample] <= left), len(bins))
-        if index == num_bins:
-            return None
-        if index == len(bins):
-            bins.append([])
-            room.append(problem.cap)
-        bins[index].append(sample)
-        room[index] -= rows[sample]
+def _spread(problem: Problem, size: int, bins: list[list[int]], num_bins: int) -> list[list[int]]:
+    """The same micro-batches, the longest of which give samples to new ones."""
+    heap = [(-total_time(problem, samples, size), k) for k, samples in enumerate(bins)]
+    heapq.heapify(heap)
+    bins = [list(samples) for samples in bins]
     while len(bins) < num_bins:
         # There are at least as many samples as bins, so some bin holds two.
-        heaviest = max(
-            (samples for samples in bins if len(samples) > 1),
-            key=lambda samples: total_time(problem, samples, size),
-        )
-        bins.append([heaviest.pop()])
+        time, k = heapq.heappop(heap)
+        if len(bins[k]) > 1:
+            moved = bins[k].pop()
+            bins.append([moved])
+            heapq.heappush(heap, (time + problem.times[size][moved], k))
     return bins
 
 

@@ -1,0 +1,233 @@
+"""A lower bound on the predicted time of any plan of a problem."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from lightning_dcp.planning.problem import Problem
+
+# The k of the shares; 0 stands for the share as it is.
+_ROUNDINGS = (0, 1, 2, 3)
+# Prices that are tried, each so much of the last.
+_NUM_PRICES, _PRICE_STEP = 24, 0.6875
+# Steps that are bounded one by one, from the longest on.
+_NUM_LEADING = 64
+
+
+def lower_bound(problem: Problem) -> float:
+    """Seconds that no valid plan of the problem stays below, by its cost model.
+
+    The largest of several bounds. A plan has ``K`` steps on ``N`` ranks; sample ``i`` has
+    ``r_i(s)`` rows and adds ``t_i(s)`` on a group of ``s`` ranks; ``f(s) = f(1) + h(s)`` is the
+    fixed time of a micro-batch. Every minimum is over the sizes that hold the sample under the cap
+    ``C``; ``alone_i = min_s (t_i(s) + f(s))``, ``work_i = min_s s * t_i(s)`` and
+    ``space_i = min_s s * r_i(s)``.
+
+    Number of steps. Call ``u`` a share if numbers that add up to at most 1 keep a sum of at most 1
+    under ``u``: ``u(x) = x`` is one, and ``u(x) = floor((k + 1) * x) / k`` where ``(k + 1) * x`` is
+    no integer, else ``x`` (Fekete and Schepers 2001, dual feasible functions). The rows of a group
+    keep the cap, so the shares ``u(r_i(s) / C)`` of its samples add up to at most 1, and those of
+    a step, times the sizes, to at most ``N``: ``K >= sum_i min_s s * u(r_i(s) / C) / N``.
+
+    1. Work. A step lasts as long as its ranks are busy on average or longer, so a plan takes at
+       least ``K * f(1) + sum over groups of s * (h(s) + sum_i t_i(s)) / N``. ``h(s)`` is at least
+       itself times the shares of the group's samples. So a sample costs
+       ``w_i(s) = s * (t_i(s) + u * h(s))``, and a plan at least ``K * f(1) + sum_i min_s w_i / N``.
+       In each step the sizes add up to ``N`` and no group is empty, so those of all samples' groups
+       add up to ``N * K`` or more. With a price ``p >= 0`` of a rank (Lagrange relaxation) a plan
+       takes ``K * f(1) + (sum_i min_s (w_i(s) - p * s) + p * N * K) / N`` or more.
+    2. The longest sample takes ``alone_i``, and each of ``K - 1`` other steps at least ``f(1)`` and
+       the least that any sample takes.
+    3. Samples that fit only groups of more than half the pool: a step has one such group at most,
+       so these groups run one after the other.
+    4. Pools that are no power of two. Groups of ``c`` ranks or more, ``c`` a power of two, but for
+       the whole pool are multiples of ``c``: they take at most ``N_c = N - N mod c`` ranks of a
+       step. A sample that needs them costs ``min_s s * t_i(s) / N_c`` there, the minimum over
+       powers of two, or ``t_i(N)`` on the whole pool. If ``N_c < N``, the other ranks of each
+       step without the whole pool hold samples that fit less than ``c`` ranks: there are at most
+       as many such steps as samples, each with the space ``N_c * C``, which limits what can be
+       saved over the whole pool.
+    5. Lockstep only. The step of the sample with the largest ``alone_i`` lasts that long, and holds
+       no more work of other samples than fits its space (a fractional knapsack); the rest of the
+       work and of the fixed times is left for the other steps.
+    6. Lockstep only. Samples with ``alone_i > a`` need ``ceil(space / (N * C))`` steps, each of
+       which lasts longer than ``a``: this bounds the longest step, the two longest and so on. The
+       ``m`` longest hold no more work than fits their space; the other steps do the rest.
+
+    1 to 4 hold for ranks that do not wait for each other as well: each rank runs ``K``
+    micro-batches, the last one is done no earlier than the average one, and two groups of more
+    than half the pool, or the whole pool and any group, share a rank.
+
+    Args:
+        problem: The planning request.
+    """
+    tables = _Tables.of(problem)
+    # No group holds more than all rows: a cap above means no cap, and may be too large for int64.
+    cap = min(problem.cap, int(problem.row_table.max(axis=0).sum()))
+    shares = [_share(problem.row_table, cap, k) for k in _ROUNDINGS]
+    num_steps = 1
+    for share in shares:
+        ranks = _least(tables.fits, tables.sizes * share)
+        num_steps = max(num_steps, math.ceil(math.fsum(ranks) / problem.num_ranks - 1e-9))
+    bounds = [_priced(problem, tables, share, num_steps) for share in shares]
+    bounds += [_longest(problem, tables, num_steps), _exclusive(problem, tables)]
+    bounds.append(_layout(problem, tables, cap))
+    if problem.execution == "lockstep":
+        bounds.append(_longest_step(problem, tables, num_steps))
+        bounds.append(_leading_steps(problem, tables, num_steps))
+    # A sum of rounded numbers may end up above its exact value.
+    return max(bounds) * (1.0 - 1e-10)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What the bounds share; see :func:`lower_bound`.
+
+    Attributes:
+        sizes: CP sizes; ``[num_sizes, 1]``.
+        fixed: ``f(s)``; ``[num_sizes, 1]``.
+        fits: Whether a size holds a sample; ``[num_sizes, num_samples]``.
+        alone: ``[num_samples]``, like the next two.
+        work: Seconds of all ranks.
+        space: Rows of all ranks.
+    """
+
+    sizes: NDArray[np.float64]
+    fixed: NDArray[np.float64]
+    fits: NDArray[np.bool_]
+    alone: NDArray[np.float64]
+    work: NDArray[np.float64]
+    space: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Tables:
+        sizes = np.array(problem.sizes, dtype=np.float64)[:, None]
+        fixed = np.array([problem.fixed[s] for s in problem.sizes])[:, None]
+        fits = problem.row_table <= problem.cap
+        return cls(
+            sizes=sizes,
+            fixed=fixed,
+            fits=fits,
+            alone=_least(fits, problem.time_table + fixed),
+            work=_least(fits, sizes * problem.time_table),
+            space=_least(fits, sizes * problem.row_table),
+        )
+
+
+def _least(fits: NDArray[np.bool_], table: NDArray[np.float64]) -> NDArray[np.float64]:
+    least: NDArray[np.float64] = np.where(fits, table, np.inf).min(axis=0)
+    return least
+
+
+def _share(rows: NDArray[np.int64], cap: int, k: int) -> NDArray[np.float64]:
+    share: NDArray[np.float64] = rows / cap
+    if k == 0:
+        return share
+    # In integers: a share rounded up by mistake would break the proof.
+    whole, rest = np.divmod((k + 1) * rows, cap)
+    return np.where(rest == 0, share, whole / k)
+
+
+def _priced(problem: Problem, tables: _Tables, share: NDArray[np.float64], num_steps: int) -> float:
+    sizes, ranks = tables.sizes, problem.num_ranks * num_steps
+    hops = tables.fixed - tables.fixed[0]
+    cost = np.where(tables.fits, sizes * (problem.time_table + share * hops), np.inf)
+    best = math.fsum(cost.min(axis=0))
+    if sizes[cost.argmin(axis=0), 0].sum() < ranks:
+        # The cheapest sizes would leave ranks empty: find a good price of a rank.
+        top = float(np.where(np.isfinite(cost), cost, 0.0).max())
+        for price in (top * _PRICE_STEP**k for k in range(_NUM_PRICES)):
+            best = max(best, math.fsum((cost - price * sizes).min(axis=0)) + price * ranks)
+    return num_steps * problem.fixed[1] + best / problem.num_ranks
+
+
+def _longest(problem: Problem, tables: _Tables, num_steps: int) -> float:
+    least = float(_least(tables.fits, problem.time_table).min())
+    return float(tables.alone.max()) + (num_steps - 1) * (problem.fixed[1] + least)
+
+
+def _exclusive(problem: Problem, tables: _Tables) -> float:
+    large = 2 * tables.sizes[:, 0] > problem.num_ranks
+    alone = 2 * np.array(problem.min_sizes) > problem.num_ranks
+    if not alone.any():
+        return 0.0
+    fits = tables.fits[large][:, alone]
+    times = _least(fits, problem.time_table[large][:, alone])
+    rows = _least(fits, problem.row_table[large][:, alone].astype(np.float64))
+    fixed = float(tables.fixed[large].min())
+    return math.fsum(times) + math.ceil(math.fsum(rows) / problem.cap - 1e-9) * fixed
+
+
+def _layout(problem: Problem, tables: _Tables, cap: int) -> float:
+    num_ranks = problem.num_ranks
+    if num_ranks & (num_ranks - 1) == 0:
+        return 0.0
+    fits, sizes = tables.fits[:-1], tables.sizes[:-1]
+    in_part = _least(fits, sizes * problem.time_table[:-1])
+    space = _least(fits, sizes * problem.row_table[:-1])
+    whole = problem.time_table[-1]
+    min_sizes = np.array(problem.min_sizes)
+    best = 0.0
+    for c in problem.sizes[1:-1]:
+        usable = num_ranks - num_ranks % c
+        big = min_sizes >= c
+        saved = np.where(np.isfinite(in_part), whole - in_part / usable, 0.0)[big]
+        num_parts = int((~big).sum()) if usable < num_ranks else len(big)
+        total = math.fsum(whole[big]) - _most(saved, space[big], num_parts * usable * problem.cap)
+        if num_parts == 0:
+            # Every step is the whole pool's: as many fixed times as the shares need steps.
+            shares = [_share(problem.row_table[-1], cap, k) for k in _ROUNDINGS]
+            num_steps = max(math.ceil(math.fsum(share) - 1e-9) for share in shares)
+            total += num_steps * problem.fixed[num_ranks]
+        best = max(best, total)
+    return best
+
+
+def _longest_step(problem: Problem, tables: _Tables, num_steps: int) -> float:
+    sample = int(tables.alone.argmax())
+    work = tables.work.copy()
+    work[sample] = 0.0
+    total = math.fsum(work)
+    bounds = []
+    for k, size in enumerate(problem.sizes):
+        if tables.fits[k, sample]:
+            space = problem.num_ranks * problem.cap - size * int(problem.row_table[k, sample])
+            rest = (total - _most(work, tables.space, space)) / problem.num_ranks
+            alone = float(problem.time_table[k, sample]) + problem.fixed[size]
+            bounds.append(alone + rest + (num_steps - 1) * problem.fixed[1])
+    return min(bounds)
+
+
+def _leading_steps(problem: Problem, tables: _Tables, num_steps: int) -> float:
+    # More steps than rows are as good as any number.
+    space = float(problem.num_ranks * min(problem.cap, 2**50))
+    longest = np.argsort(-tables.alone, kind="stable")
+    filled = np.cumsum(tables.space[longest])
+    steps = np.arange(min(num_steps, _NUM_LEADING))
+    # The first sample with which the space up to it is more than that many steps have.
+    first = np.searchsorted(filled, steps * space, side="right")
+    lead = tables.alone[longest][np.minimum(first, len(longest) - 1)]
+    dense = np.argsort(-tables.work / tables.space, kind="stable")
+    # A sample that does not fit whole counts in part; below the first one, it counts whole.
+    held = np.interp(
+        (steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(tables.work[dense])
+    )
+    rest = np.maximum(0.0, math.fsum(tables.work) - held) / problem.num_ranks
+    bounds = np.cumsum(lead) + rest + (num_steps - 1 - steps) * problem.fixed[1]
+    return float(bounds.max())
+
+
+def _most(values: NDArray[np.float64], weights: NDArray[np.float64], capacity: float) -> float:
+    """The largest sum of values whose weights keep a capacity, parts of an item allowed."""
+    keep = values > 0
+    values, weights = values[keep], weights[keep]
+    order = np.argsort(-values / weights, kind="stable")
+    before = np.cumsum(weights[order]) - weights[order]
+    part = np.clip((capacity - before) / weights[order], 0.0, 1.0)
+    return math.fsum(values[order] * part)

@@ -1,0 +1,156 @@
+"""Longest first, to the micro-batch with the most time left, under the cap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+
+from lightning_dcp.planning.problem import Problem
+
+
+@dataclass(slots=True)
+class Bins:
+    """Micro-batches while they are filled.
+
+    Attributes:
+        size: CP size of each.
+        load: Seconds of each, the fixed time included.
+        room: Rows that a rank of each can still take.
+        samples: Sample ids of each.
+    """
+
+    size: list[int] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
+    room: list[int] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+
+    def open(self, problem: Problem, size: int, number: int = 1) -> range:
+        """Adds ``number`` empty micro-batches of a CP size and returns their indices."""
+        first = len(self.size)
+        self.size += [size] * number
+        self.load += [problem.fixed[size]] * number
+        self.room += [problem.cap] * number
+        self.samples += [[] for _ in range(number)]
+        return range(first, first + number)
+
+    def extend(self, other: Bins) -> None:
+        """Adds the micro-batches of ``other``."""
+        self.size += other.size
+        self.load += other.load
+        self.room += other.room
+        self.samples += other.samples
+
+    def put(self, problem: Problem, index: int, sample: int) -> None:
+        """Adds a sample to a micro-batch, without a check."""
+        size = self.size[index]
+        self.load[index] += problem.times[size][sample]
+        self.room[index] -= problem.rows[size][sample]
+        self.samples[index].append(sample)
+
+
+class _Shelf:
+    """The micro-batches of one CP size: first the one with the most time left that has the rows.
+
+    Samples come longest first. A micro-batch whose room is short of a sample waits, and comes back
+    for the first sample that it holds: it then holds all later ones, until one is put in.
+    """
+
+    __slots__ = ("ready", "rows", "size", "times", "waiting")
+
+    def __init__(
+        self, problem: Problem, bins: Bins, indices: list[int], targets: list[float]
+    ) -> None:
+        size = self.size = bins.size[indices[0]]
+        self.ready = [(bins.load[index] - targets[index], index) for index in indices]
+        heapify(self.ready)
+        self.waiting: list[tuple[int, float, int]] = []
+        self.rows = problem.rows[size]
+        self.times = problem.times[size]
+
+    def offer(self, sample: int, room: list[int]) -> float | None:
+        """Seconds over the target after the sample; ``None`` if no micro-batch has the rows."""
+        rows, ready, waiting = self.rows[sample], self.ready, self.waiting
+        while waiting and -waiting[0][0] >= rows:
+            _, over, index = heappop(waiting)
+            heappush(ready, (over, index))
+        while ready and room[ready[0][1]] < rows:
+            over, index = heappop(ready)
+            heappush(waiting, (-room[index], over, index))
+        return ready[0][0] + self.times[sample] if ready else None
+
+
+def fill(
+    problem: Problem, bins: Bins, targets: list[float], samples: Iterable[int], first_soft: int
+) -> list[int]:
+    """Puts samples, longest first, into micro-batches with time left until their targets.
+
+    Each goes to the smallest CP size that has a micro-batch with the rows and the time for it,
+    there to the one with the most time left. If none has the time, a micro-batch takes longer than
+    its target: one whose target is soft if the rows fit, where it overshoots least.
+
+    Args:
+        problem: The planning request.
+        bins: The micro-batches; changed in place.
+        targets: Of each micro-batch: the seconds that it should take.
+        samples: Sample ids, longest first.
+        first_soft: The micro-batches from this index on have soft targets.
+
+    Returns:
+        The samples that no micro-batch has the rows for.
+    """
+    kinds: dict[tuple[int, bool], list[int]] = {}
+    for index, size in enumerate(bins.size):
+        kinds.setdefault((size, index < first_soft), []).append(index)
+    shelves = [_Shelf(problem, bins, kinds[kind], targets) for kind in sorted(kinds)]
+    hard = [kind[1] for kind in sorted(kinds)]
+    if len(shelves) == 1:
+        return _fill_one(bins, shelves[0], samples)
+    room, members, load = bins.room, bins.samples, bins.load
+    left = []
+    for sample in samples:
+        best, least, forced = None, 0.0, True
+        for shelf, is_hard in zip(shelves, hard, strict=True):
+            if best is not None and least <= 0.0 and shelf.size > best.size:
+                break
+            over = shelf.offer(sample, room)
+            if over is None:
+                continue
+            # Time left is better than a soft target, and that better than a hard one.
+            fallback = is_hard and over > 0.0
+            if best is None or (fallback, over) < (forced, least):
+                best, least, forced = shelf, over, fallback
+        if best is None:
+            left.append(sample)
+            continue
+        index = best.ready[0][1]
+        heapreplace(best.ready, (least, index))
+        room[index] -= best.rows[sample]
+        load[index] += best.times[sample]
+        members[index].append(sample)
+    return left
+
+
+def _fill_one(bins: Bins, shelf: _Shelf, samples: Iterable[int]) -> list[int]:
+    """:func:`fill` with micro-batches of one kind, without the choice between kinds."""
+    room, members, load = bins.room, bins.samples, bins.load
+    rows, times, ready, waiting = shelf.rows, shelf.times, shelf.ready, shelf.waiting
+    left = []
+    for sample in samples:
+        need = rows[sample]
+        while waiting and -waiting[0][0] >= need:
+            _, over, index = heappop(waiting)
+            heappush(ready, (over, index))
+        while ready and room[ready[0][1]] < need:
+            over, index = heappop(ready)
+            heappush(waiting, (-room[index], over, index))
+        if not ready:
+            left.append(sample)
+            continue
+        over, index = ready[0]
+        time = times[sample]
+        heapreplace(ready, (over + time, index))
+        room[index] -= need
+        load[index] += time
+        members[index].append(sample)
+    return left
