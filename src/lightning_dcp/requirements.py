@@ -5,3 +5,4 @@ from __future__ import annotations
 from lightning_utilities.core.imports import RequirementCache
 
 TRANSFORMERS_AVAILABLE = RequirementCache("transformers>=5.0")
+MATPLOTLIB_AVAILABLE = RequirementCache("matplotlib>=3.9")
