@@ -62,8 +62,11 @@ class CalibrateOptions(ModelOptions):
     """As the Trainer's; none for bf16-mixed on GPUs, 32-true on the CPU."""
     shortest: int = 64
     """Tokens of the shortest samples."""
-    repeats: int = 5
-    """How often each micro-batch is timed; the median counts."""
+    repeats: int = 10
+    """How often each micro-batch is timed, after a round that does not count."""
+    quantile: float = 0.1
+    """Of the times of a micro-batch, the one that counts: 0.5 is the median. Other work on the
+    machine only ever adds time, so that a low one is steadier where there is some."""
     seed: int = 0
     """Of the packs, the token ids and the choice of held-out micro-batches."""
 
@@ -75,6 +78,8 @@ class CalibrateOptions(ModelOptions):
             check_positive_int(name, getattr(self, name))
         if self.num_processes is not None:
             check_positive_int("num_processes", self.num_processes)
+        if not 0 <= self.quantile <= 1:
+            raise ValueError(f"quantile={self.quantile} must be 0 to 1")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must be 0 or more")
         if self.shortest > self.max_seqlen_per_dp_cp_rank:
@@ -171,6 +176,7 @@ def calibrate(options: CalibrateOptions) -> Result:
             sizes.dp_cp_size, cap=cap, tp_size=tp_size, shortest=options.shortest, seed=options.seed
         ),
         repeats=options.repeats,
+        quantile=options.quantile,
         seed=options.seed,
     )
     measured: list[MeasuredMicroBatch] = (
@@ -195,9 +201,7 @@ def _num_processes(options: CalibrateOptions) -> int:
         return int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count()
     if gpus and options.num_processes is not None and options.num_processes > gpus:
-        raise ValueError(
-            f"num_processes={options.num_processes}, but this machine has {gpus} GPUs"
-        )
+        raise ValueError(f"num_processes={options.num_processes}, but this machine has {gpus} GPUs")
     return options.num_processes or gpus or 2
 
 

@@ -109,12 +109,13 @@ class Costs:
             device = self.options.preset.name
             return [f"times are estimates from {device} data sheets, not measured: see calibrate"]
         measured = self.calibration.num_ranks
-        if num_ranks > measured:
-            return [
-                f"{self.options.calibration} was measured on a pool of {measured} DPxCP ranks; "
-                f"what larger groups of num_ranks={num_ranks} take is extrapolated"
-            ]
-        return []
+        if num_ranks <= measured:
+            return []
+        note = (
+            f"{self.options.calibration} was measured on a pool of {measured} DPxCP ranks; what "
+            f"larger groups of num_ranks={num_ranks} take is extrapolated"
+        )
+        return [note]
 
     def state_bytes(self, tp_size: int, num_ranks: int) -> float:
         """Bytes that weights, gradients and optimizer states take on each device.
@@ -155,7 +156,9 @@ class Costs:
         states = self.state_bytes(tp_size, num_ranks) if counted else 0.0
         if needed + states <= memory:
             return
-        beside = f" beside {states / GIB:.1f} GiB of weights and optimizer states" if counted else ""
+        beside = (
+            f" beside {states / GIB:.1f} GiB of weights and optimizer states" if counted else ""
+        )
         fits = cost_model.rows_that_fit(max(0.0, memory - states))
         advice = f"at most {fits} rows fit" if fits else "no row fits"
         raise ValueError(
@@ -163,4 +166,3 @@ class Costs:
             f"a device has {memory / GIB:.1f} GiB: {advice}. Lower the cap, use recompute or a "
             "larger tp_size, or set memory_gib if the device has more"
         )
-

@@ -58,6 +58,7 @@ class Measuring:
         dtype: Of weights and activations.
         cells: The micro-batches.
         repeats: How often each is timed, after a round that does not count.
+        quantile: Of a cell's times, the one that counts: 0 the fastest, 0.5 the median.
         seed: Of the token ids.
     """
 
@@ -66,6 +67,7 @@ class Measuring:
     dtype: torch.dtype
     cells: tuple[Cell, ...]
     repeats: int
+    quantile: float
     seed: int
 
 
@@ -99,8 +101,10 @@ def grid(num_ranks: int, *, cap: int, tp_size: int, shortest: int, seed: int) ->
 def _mixed(
     rng: np.random.Generator, rows: int, size: int, tp_size: int, shortest: int, longest: int
 ) -> tuple[int, ...]:
-    """Lengths, evenly spread over orders of magnitude, that take at most ``rows`` rows of a rank;
-    one of the shortest where none does."""
+    """Lengths, evenly spread over orders of magnitude, that take at most ``rows`` rows of a rank.
+
+    One of the shortest where none does.
+    """
     lengths: list[int] = []
     drawn = np.exp(rng.uniform(np.log(shortest), np.log(longest + 1), 4096)).astype(np.int64)
     left = rows
@@ -123,7 +127,7 @@ def measure(measuring: Measuring) -> list[MeasuredMicroBatch]:
         measuring: What to time.
 
     Returns:
-        A time for each cell: the median over repeats and groups of that of the slowest member.
+        A time for each cell: the quantile, over repeats and groups, of the slowest member's.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():
@@ -152,7 +156,9 @@ def measure(measuring: Measuring) -> list[MeasuredMicroBatch]:
             MeasuredMicroBatch(
                 lengths=cell.lengths,
                 size=cell.size,
-                seconds=_typical(table[:, :, k], cell.size * measuring.tp_size),
+                seconds=_of_groups(
+                    table[:, :, k], cell.size * measuring.tp_size, measuring.quantile
+                ),
                 tp_size=measuring.tp_size,
             )
             for k, cell in enumerate(measuring.cells)
@@ -168,11 +174,11 @@ def _gathered(mine: NDArray[np.float64], context: ParallelContext) -> NDArray[np
     return np.stack(tables)
 
 
-def _typical(seconds: NDArray[np.float64], num_members: int) -> float:
-    """Of times ``[num_processes, repeats]``: the median over groups and repeats of the slowest."""
+def _of_groups(seconds: NDArray[np.float64], num_members: int, quantile: float) -> float:
+    """Of times ``[num_processes, repeats]``: a quantile over groups and repeats of the slowest."""
     num_groups = len(seconds) // num_members
     groups = seconds[: num_groups * num_members].reshape(num_groups, num_members, -1)
-    return float(np.median(groups.max(axis=1)))
+    return float(np.quantile(groups.max(axis=1), quantile))
 
 
 class _Stopwatch:

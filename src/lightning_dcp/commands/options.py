@@ -33,7 +33,7 @@ def parse_options(
     for cls in classes:
         parser.add_class_arguments(cls)
     flags = {f"--{f.name}" for cls in classes for f in fields(cls) if f.type == "bool"}
-    values = parser.instantiate_classes(parser.parse_args(_with_values(args, flags)))
+    values = parser.instantiate(parser.parse_args(_with_values(args, flags)))
     return [cls(**{field.name: values[field.name] for field in fields(cls)}) for cls in classes]
 
 

@@ -1,4 +1,4 @@
-"""``lightning-dcp plan``: what each planner would make of some lengths, without running anything."""
+"""``lightning-dcp plan``: what each planner would make of some lengths."""
 
 from __future__ import annotations
 
@@ -163,20 +163,18 @@ def compare_planners(pool: PoolOptions, batches: Batches, costs: Costs) -> list[
 def _report(pool: PoolOptions, batches: Batches, costs: Costs, figures: Sequence[Figures]) -> str:
     lengths = batches.lengths
     tp = f", tensor parallel {pool.tp_size}" if pool.tp_size > 1 else ""
-    lines = [
-        f"lengths: {batches.counts}",
+    planned = (
         f"planned: {len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, mean "
         f"{lengths.mean():,.0f}, in {len(batches):,} global batches of "
-        f"{batches.global_batch_size:,}",
+        f"{batches.global_batch_size:,}"
+    )
+    of_pool = (
         f"pool: {pool.num_ranks} DPxCP ranks, max_seqlen_per_dp_cp_rank="
-        f"{pool.max_seqlen_per_dp_cp_rank}{tp}, {pool.execution}",
-        *(f"note: {note}" for note in costs.notes(pool.num_ranks)),
-        "",
-        table(figures),
-        "",
-        LEGEND,
-    ]
-    return "\n".join(lines)
+        f"{pool.max_seqlen_per_dp_cp_rank}{tp}, {pool.execution}"
+    )
+    notes = [f"note: {note}" for note in costs.notes(pool.num_ranks)]
+    head = [f"lengths: {batches.counts}", planned, of_pool, *notes]
+    return "\n".join([*head, "", table(figures), "", LEGEND])
 
 
 def _plot(path: str, figures: Sequence[Figures]) -> None:

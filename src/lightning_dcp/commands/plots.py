@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,9 +109,20 @@ def plot_calibration(
         xlabel="measured time of a micro-batch (ms)", ylabel="predicted time (ms)",
     )  # fmt: skip
     ax.set_title(title, loc="left", fontsize=11)
+    _plain_ticks(ax)
     ax.grid(which="major", color="#dddddd", linewidth=0.6)
     ax.legend(frameon=False, fontsize=9)
     _save(figure, path)
+
+
+def _plain_ticks(ax: Any) -> None:
+    """Numbers at 1, 2 and 5 of each decade of both axes, without powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _height(plan: Plan) -> float:
@@ -177,7 +187,8 @@ def _group_times(plan: Plan, cost_model: CostModel) -> list[list[float]]:
     times = {s: cost_model.sample_times(lengths, s, plan.tp_size) for s in plan.cp_sizes()}
     return [
         [
-            cost_model.fixed_time(group.size) + float(times[group.size][list(group.sample_ids)].sum())
+            cost_model.fixed_time(group.size)
+            + float(times[group.size][list(group.sample_ids)].sum())
             for group in step.groups
         ]
         for step in plan.steps

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import torch.multiprocessing as mp
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import spawn
 
 
 def started_by_launcher() -> bool:
@@ -32,12 +33,12 @@ def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
+    results = get_context("spawn").SimpleQueue()
     added = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     # The workers' torch reads it once, when it is imported.
     os.environ.update(added)
     try:
-        mp.spawn(_work, args=(num_processes, port, results, function, args), nprocs=num_processes)
+        spawn(_work, args=(num_processes, port, results, function, args), nprocs=num_processes)
     finally:
         for name in added:
             del os.environ[name]
