@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 _KIND = "lightning-dcp calibration"
 _KEYS = {
     "kind", "format_version", "cost_model", "model", "num_ranks", "tensor_model_parallel_size",
-    "precision", "r_squared", "machine",
+    "precision", "memory_bytes", "r_squared", "machine",
 }  # fmt: skip
 
 
@@ -33,6 +33,7 @@ class Calibration:
         num_ranks: Ranks of the DPxCP pool; larger CP groups were not measured.
         tensor_model_parallel_size: Ranks that shared each layer's weights.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
+        memory_bytes: Memory of a device, or a process's part of the machine's without GPUs.
         r_squared: The part of the variance that the cost model explains of micro-batches that it
             was not fitted to.
         machine: Facts about the machine and its software, for people.
@@ -43,6 +44,7 @@ class Calibration:
     num_ranks: int
     tensor_model_parallel_size: int
     precision: str
+    memory_bytes: float
     r_squared: float
     machine: Mapping[str, str]
 
@@ -73,6 +75,7 @@ class Calibration:
             "num_ranks": self.num_ranks,
             "tensor_model_parallel_size": self.tensor_model_parallel_size,
             "precision": self.precision,
+            "memory_bytes": self.memory_bytes,
             "r_squared": self.r_squared,
             "machine": dict(self.machine),
         }
@@ -102,6 +105,7 @@ def read_calibration(
             num_ranks=int(content["num_ranks"]),
             tensor_model_parallel_size=int(content["tensor_model_parallel_size"]),
             precision=str(content["precision"]),
+            memory_bytes=float(content["memory_bytes"]),
             r_squared=float(content["r_squared"]),
             machine=dict(content["machine"]),
         )

@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import struct
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -238,6 +240,7 @@ def calibration(tmp_path):
         num_ranks=2,
         tensor_model_parallel_size=1,
         precision="32-true",
+        memory_bytes=64e9,
         r_squared=0.99,
         machine={"device": "CPU"},
     ).to_json()
@@ -406,6 +409,46 @@ def test_the_readmes_plan_runs_as_printed(capsys, tmp_path, monkeypatch):
     command = re.search(r"^lightning-dcp (plan (?:.*\\\n)*.*--plot plan\.png)$", text, re.MULTILINE)
     assert command is not None
     monkeypatch.chdir(tmp_path)
-    main(shlex.split(command[1]))
+    main(shlex.split(command[1].replace("\\\n", " ")))
     assert "static (CP 4)" in capsys.readouterr().out
     assert (tmp_path / "plan.png").is_file()
+
+
+def install_scheduler(monkeypatch, groups) -> None:
+    class DefaultDynamicCPScheduler:
+        def __init__(self, **options) -> None:
+            self.num_ranks = options["cp_size"]
+
+        def get_groups_and_subsamples(self, samples):
+            return groups([sample for sample, _ in samples], self.num_ranks)
+
+    name = "megatron.core.datasets.data_schedule"
+    module = types.ModuleType(name)
+    module.DefaultDynamicCPScheduler = DefaultDynamicCPScheduler
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def one_each(ids, num_ranks):
+    return [[[i] for i in ids[k : k + num_ranks]] for k in range(0, len(ids), num_ranks)]
+
+
+def test_megatrons_scheduler_has_a_line_where_it_is_there(capsys, tmp_path, monkeypatch):
+    install_scheduler(monkeypatch, one_each)
+    constant = ["--lengths.kind=constant", "--lengths.low=100", *FEW]
+    values = json_of(capsys, tmp_path / "plan.json", *POOL, *constant)
+    megatron = values["planners"][-1]
+    assert megatron["planner"] == "megatron"
+    assert megatron["micro_batches_by_cp_size"] == {"1": 48}
+
+
+def test_megatrons_failure_leaves_the_others_figures(capsys, tmp_path, monkeypatch):
+    def fail(ids, num_ranks):
+        raise IndexError("list index out of range")
+
+    install_scheduler(monkeypatch, fail)
+    out = plan(capsys, f"--json={tmp_path}/plan.json", *POOL, *LONG_TAIL, *FEW)
+    assert list(planner_lines(out)) == ["static", "longest_sequence", "balanced"]
+    assert "IndexError: list index out of range" in out
+    values = json.loads((tmp_path / "plan.json").read_text())["planners"]
+    assert "tokens_per_second" not in values[-1]
+    assert "IndexError" in values[-1]["failure"]

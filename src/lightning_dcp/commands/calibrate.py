@@ -190,6 +190,7 @@ def calibrate(options: CalibrateOptions) -> Result:
         num_ranks=sizes.dp_cp_size,
         tensor_model_parallel_size=tp_size,
         precision=precision,
+        memory_bytes=_memory_bytes(num_processes),
         r_squared=r_squared(cost_model, held_out),
         machine=_machine(),
     )
@@ -234,11 +235,14 @@ def _base(config: ModelConfig, tp_size: int, precision: str) -> CostModel:
 def _preset() -> DevicePreset:
     if not torch.cuda.is_available():
         return CPU
-    name = torch.cuda.get_device_name()
-    if "H200" in name:
-        return H200
-    memory = float(torch.cuda.get_device_properties(0).total_memory)
-    return replace(H100, name=name, memory_bytes=memory)
+    return H200 if "H200" in torch.cuda.get_device_name() else H100
+
+
+def _memory_bytes(num_processes: int) -> float:
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
 
 
 def _machine() -> dict[str, str]:

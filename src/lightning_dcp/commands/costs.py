@@ -29,7 +29,8 @@ class CostOptions(ModelOptions):
     recompute: bool = False
     """Whether the backward pass runs each layer's forward pass again (full recomputation)."""
     memory_gib: float | None = None
-    """Memory of a device in GiB, to check caps against; none for the device's."""
+    """Memory of a device in GiB, to check caps against; none for that of the device or of the
+    calibrated machine."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,11 +43,6 @@ class CostOptions(ModelOptions):
     def preset(self) -> DevicePreset:
         """Speeds and memory of the device."""
         return DEVICES[self.device]
-
-    @property
-    def memory_bytes(self) -> float:
-        """Memory of a device."""
-        return self.preset.memory_bytes if self.memory_gib is None else self.memory_gib * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +75,10 @@ class Costs:
     @property
     def memory_bytes(self) -> float:
         """Memory of a device."""
-        return self.options.memory_bytes
+        if self.options.memory_gib is not None:
+            return self.options.memory_gib * GIB
+        measured = self.calibration
+        return self.options.preset.memory_bytes if measured is None else measured.memory_bytes
 
     def cost_model(self, tp_size: int) -> CostModel:
         """The cost model of a run.
@@ -120,8 +119,8 @@ class Costs:
     def state_bytes(self, tp_size: int, num_ranks: int) -> float:
         """Bytes that weights, gradients and optimizer states take on each device.
 
-        bfloat16 weights, float32 gradients, and of the distributed optimizer's float32 weights and
-        two moments a share; untied embeddings.
+        Weights, float32 gradients, and a share of the distributed optimizer's two moments and, for
+        bfloat16 weights, of its float32 ones. Untied embeddings.
 
         Args:
             tp_size: Tensor-parallel size.
@@ -136,6 +135,8 @@ class Costs:
             experts = model.expert_weights / model.num_experts_per_tok * model.num_experts
         weights = (shared + experts / ep_size) / (tp_size * stages)
         sharded = (shared + experts) / (tp_size * stages * num_ranks)
+        if self.calibration is not None and self.calibration.precision == "32-true":
+            return 8.0 * weights + 8.0 * sharded
         return 6.0 * weights + 12.0 * sharded
 
     def check_cap(self, cap: int, tp_size: int, num_ranks: int) -> None:

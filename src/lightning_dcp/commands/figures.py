@@ -101,7 +101,7 @@ class Figures:
         start = time.perf_counter()
         try:
             plan = self.setting.plan(lengths)
-        except PlanError as error:
+        except (PlanError, ImportError) as error:
             # Megatron-Core's scheduler fails on some workloads: the others' figures are of use.
             self.failure = str(error)
             return
