@@ -136,6 +136,7 @@ def test_the_grid_keeps_the_cap_and_varies_everything(num_ranks, tp_size):
         ([], "which model?"),
         (["--model=30b-a3b"], "128 experts"),
         ([*NUMBERS, "--shortest=600"], "shortest=600 is above"),
+        ([*NUMBERS, "--shortest=512", "--num_processes=1"], "too few to fit"),
         ([*NUMBERS, "--repeats=0"], "repeats=0 must be 1 or more"),
         ([*NUMBERS, "--quantile=10"], "quantile=10.0 must be 0 to 1"),
         ([*NUMBERS, "--num_processes=0"], "num_processes=0"),

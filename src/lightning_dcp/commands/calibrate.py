@@ -14,7 +14,7 @@ import torch
 from lightning_dcp.calibration_file import Calibration
 from lightning_dcp.commands.figures import aligned
 from lightning_dcp.commands.files import write_whole
-from lightning_dcp.commands.measuring import Measuring, grid, measure
+from lightning_dcp.commands.measuring import Cell, Measuring, grid, measure
 from lightning_dcp.commands.models import ModelOptions
 from lightning_dcp.commands.options import parse_options
 from lightning_dcp.commands.plots import check_plot, plot_calibration
@@ -40,6 +40,8 @@ _DESCRIPTION = (
     "model that planners minimise. Starts a process for each device itself; on several machines "
     "start it with torchrun."
 )
+# R2 of held-out micro-batches below which a note is due.
+_GOOD = 0.95
 # One in so many micro-batches is kept out of the fit.
 _HELD_OUT = 4
 
@@ -147,6 +149,11 @@ def main(args: Sequence[str]) -> None:
     if int(os.environ.get("RANK", "0")) != 0:
         return
     print(result.report())
+    if result.calibration.r_squared < _GOOD:
+        print(
+            f"\nnote: held-out R2 is below {_GOOD}: predictions will be rough. Measure with fewer "
+            "other processes on the machine, more --repeats, or a larger model"
+        )
     text = result.calibration.to_json()
     write_whole(options.output, lambda file: file.write_text(text, encoding="utf-8"))
     print(f"\nwritten: {options.output}, for plan --calibration and DynamicCPStrategy(cost_model=)")
@@ -179,6 +186,7 @@ def calibrate(options: CalibrateOptions) -> Result:
         quantile=options.quantile,
         seed=options.seed,
     )
+    _check_grid(measuring.cells, options)
     measured: list[MeasuredMicroBatch] = (
         measure(measuring) if started_by_launcher() else run_on(num_processes, measure, measuring)
     )
@@ -206,15 +214,26 @@ def _num_processes(options: CalibrateOptions) -> int:
     return options.num_processes or gpus or 2
 
 
+def _check_grid(cells: Sequence[Cell], options: CalibrateOptions) -> None:
+    # Up to five figures are fitted, and a quarter of the micro-batches is held out.
+    if len(cells) < 2 * _HELD_OUT:
+        raise ValueError(
+            f"max_seqlen_per_dp_cp_rank={options.max_seqlen_per_dp_cp_rank} with shortest="
+            f"{options.shortest} makes only {len(cells)} different micro-batches, too few to fit "
+            "to: raise the one or lower the other"
+        )
+
+
 def _split(
     measured: Sequence[MeasuredMicroBatch], seed: int
 ) -> tuple[tuple[MeasuredMicroBatch, ...], tuple[MeasuredMicroBatch, ...]]:
-    """Holds out a part of the micro-batches of each CP size."""
+    """Holds out micro-batches of each CP size, spread over short and long ones."""
     rng = np.random.default_rng(seed)
     out = set()
     for size in dict.fromkeys(one.size for one in measured):
         of_size = [k for k, one in enumerate(measured) if one.size == size]
-        out.update(rng.permutation(of_size)[: len(of_size) // _HELD_OUT].tolist())
+        of_size.sort(key=lambda k: sum(measured[k].lengths))
+        out.update(of_size[int(rng.integers(_HELD_OUT)) :: _HELD_OUT])
     return (
         tuple(one for k, one in enumerate(measured) if k not in out),
         tuple(one for k, one in enumerate(measured) if k in out),
