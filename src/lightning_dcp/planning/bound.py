@@ -48,14 +48,15 @@ def lower_bound(problem: Problem) -> float:
        so these groups run one after the other.
     4. Pools that are no power of two. Groups of ``c`` ranks or more, ``c`` a power of two, but for
        the whole pool are multiples of ``c``: they take at most ``N_c = N - N mod c`` ranks of a
-       step. A sample that needs them costs ``min_s s * t_i(s) / N_c`` there, the minimum over
-       powers of two, or ``t_i(N)`` on the whole pool. If ``N_c < N``, the other ranks of each
-       step without the whole pool hold samples that fit less than ``c`` ranks: there are at most
-       as many such steps as samples, each with the space ``N_c * C``, which limits what can be
-       saved over the whole pool.
+       step. With ``v_i(s) = t_i(s) + u * f(s)``, a sample that needs ``c`` ranks costs
+       ``min_s s * v_i(s) / N_c`` there, the minimum over powers of two, or ``v_i(N)`` on the whole
+       pool. Where ``N mod m > 0``, each step without the whole pool has a group of less than ``m``
+       ranks: there are at most as many such steps as samples that fit one, each with the space
+       ``N_c * C`` for samples that need ``c`` ranks, which limits what can be saved over the whole
+       pool (a fractional knapsack). Without such samples all steps are the whole pool's.
     5. Lockstep only. The step of the sample with the largest ``alone_i`` lasts that long, and holds
-       no more work of other samples than fits its space (a fractional knapsack); the rest of the
-       work and of the fixed times is left for the other steps.
+       no more work of other samples than fits its space (a knapsack again); the rest of the work
+       and of the fixed times is left for the other steps.
     6. Lockstep only. Samples with ``alone_i > a`` need ``ceil(space / (N * C))`` steps, each of
        which lasts longer than ``a``: this bounds the longest step, the two longest and so on. The
        ``m`` longest hold no more work than fits their space; the other steps do the rest.
@@ -77,7 +78,7 @@ def lower_bound(problem: Problem) -> float:
         num_steps = max(num_steps, math.ceil(math.fsum(ranks) / problem.num_ranks - 1e-9))
     bounds = [_priced(problem, tables, share, num_steps) for share in shares]
     bounds += [_longest(problem, tables, num_steps), _exclusive(problem, tables)]
-    bounds.append(_layout(problem, tables, cap))
+    bounds.append(_layout(problem, tables, shares))
     if problem.execution == "lockstep":
         bounds.append(_longest_step(problem, tables, num_steps))
         bounds.append(_leading_steps(problem, tables, num_steps))
@@ -164,28 +165,28 @@ def _exclusive(problem: Problem, tables: _Tables) -> float:
     return math.fsum(times) + math.ceil(math.fsum(rows) / problem.cap - 1e-9) * fixed
 
 
-def _layout(problem: Problem, tables: _Tables, cap: int) -> float:
+def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
     num_ranks = problem.num_ranks
     if num_ranks & (num_ranks - 1) == 0:
         return 0.0
     fits, sizes = tables.fits[:-1], tables.sizes[:-1]
-    in_part = _least(fits, sizes * problem.time_table[:-1])
-    space = _least(fits, sizes * problem.row_table[:-1])
-    whole = problem.time_table[-1]
     min_sizes = np.array(problem.min_sizes)
+    parts = [int((min_sizes < m).sum()) for m in problem.sizes[1:-1] if num_ranks % m]
+    num_parts = min(parts, default=0)
+    if num_parts == 0:
+        num_steps = max(math.ceil(math.fsum(share[-1]) - 1e-9) for share in shares)
+        return math.fsum(problem.time_table[-1]) + num_steps * problem.fixed[num_ranks]
+    space = _least(fits, sizes * problem.row_table[:-1])
     best = 0.0
-    for c in problem.sizes[1:-1]:
-        usable = num_ranks - num_ranks % c
-        big = min_sizes >= c
-        saved = np.where(np.isfinite(in_part), whole - in_part / usable, 0.0)[big]
-        num_parts = int((~big).sum()) if usable < num_ranks else len(big)
-        total = math.fsum(whole[big]) - _most(saved, space[big], num_parts * usable * problem.cap)
-        if num_parts == 0:
-            # Every step is the whole pool's: as many fixed times as the shares need steps.
-            shares = [_share(problem.row_table[-1], cap, k) for k in _ROUNDINGS]
-            num_steps = max(math.ceil(math.fsum(share) - 1e-9) for share in shares)
-            total += num_steps * problem.fixed[num_ranks]
-        best = max(best, total)
+    for share in shares:
+        cost = problem.time_table + share * tables.fixed
+        in_part, whole = _least(fits, sizes * cost[:-1]), cost[-1]
+        for c in problem.sizes[1:-1]:
+            usable = num_ranks - num_ranks % c
+            big = min_sizes >= c
+            saved = np.where(np.isfinite(in_part), whole - in_part / usable, 0.0)[big]
+            most = _most(saved, space[big], num_parts * usable * problem.cap)
+            best = max(best, math.fsum(whole[big]) - most)
     return best
 
 

@@ -133,7 +133,7 @@ class Plan:
         for index, step in enumerate(self.steps):
             self._check_partition(index, step)
             for group in step.groups:
-                self._check_group(f"step {index}, {_ranks(group)}", group)
+                self._check_group(index, group)
         self._check_samples()
 
     def _check_partition(self, index: int, step: Step) -> None:
@@ -159,34 +159,43 @@ class Plan:
                 f"0-{self.num_ranks - 1}; the groups must partition it: {_describe(step.groups)}"
             )
 
-    def _check_group(self, where: str, group: Group) -> None:
+    def _check_group(self, index: int, group: Group) -> None:
+        fault = self._fault_of(group)
+        if fault:
+            raise PlanError(f"step {index}, {_ranks(group)}: {fault}")
+
+    def _fault_of(self, group: Group) -> str:
+        """What is wrong with a group; empty if nothing is."""
+        ids = group.sample_ids
         power_of_two = group.size & (group.size - 1) == 0
         if group.size != self.num_ranks and not (
             power_of_two and group.first_rank % group.size == 0
         ):
-            raise PlanError(
-                f"{where}: size {group.size} at first rank {group.first_rank}; a group is the "
-                f"whole pool of {self.num_ranks}, or its size is a power of two and its first "
-                "rank a multiple of it"
+            return (
+                f"size {group.size} at first rank {group.first_rank}; a group is the whole pool of "
+                f"{self.num_ranks}, or its size is a power of two and its first rank a multiple of "
+                "it"
             )
-        if not group.sample_ids:
-            raise PlanError(f"{where}: the group holds no sample, so its ranks have no work")
-        if min(group.sample_ids) < 0 or max(group.sample_ids) >= len(self.lengths):
-            raise PlanError(
-                f"{where}: sample ids {group.sample_ids} are not all within the batch of "
-                f"{len(self.lengths)} samples"
-            )
-        if any(a > b for a, b in zip(group.sample_ids, group.sample_ids[1:], strict=False)):
-            raise PlanError(f"{where}: sample ids {group.sample_ids} do not ascend")
+        if not ids:
+            return "the group holds no sample, so its ranks have no work"
+        if min(ids) < 0 or max(ids) >= len(self.lengths):
+            return f"sample ids {ids} are not all within the batch of {len(self.lengths)} samples"
+        if list(ids) != sorted(ids):
+            return f"sample ids {ids} do not ascend"
         rows = self.rows(group)
         if rows > self.max_seqlen_per_dp_cp_rank:
-            raise PlanError(
-                f"{where}: {rows} rows a rank after padding, over the cap "
-                f"max_seqlen_per_dp_cp_rank={self.max_seqlen_per_dp_cp_rank}; samples "
-                f"{group.sample_ids} of {[self.lengths[i] for i in group.sample_ids]} tokens"
+            return (
+                f"{rows} rows a rank after padding, over the cap max_seqlen_per_dp_cp_rank="
+                f"{self.max_seqlen_per_dp_cp_rank}; samples {ids} of "
+                f"{[self.lengths[i] for i in ids]} tokens"
             )
+        return ""
 
     def _check_samples(self) -> None:
+        planned = [i for step in self.steps for group in step.groups for i in group.sample_ids]
+        # They are known to be within the batch.
+        if len(planned) == len(self.lengths) == len(set(planned)):
+            return
         seen: dict[int, str] = {}
         for index, step in enumerate(self.steps):
             for group in step.groups:

@@ -30,6 +30,7 @@ class Sizing:
         level: The expected time of steps without a leading sample: samples on the smallest groups
             that take longer lead steps too.
         base: Index of the smallest CP size that is used.
+        top: Index of the largest that is used below the whole pool.
     """
 
     seconds: float
@@ -37,6 +38,7 @@ class Sizing:
     limit: float
     level: float
     base: int
+    top: int
 
 
 class Sizer:
@@ -75,6 +77,16 @@ class Sizer:
         # Not @: a sum by BLAS may differ between machines, and with it the plan.
         return float((self.sizes[index] * self.problem.time_table[index, self.columns]).sum())
 
+    def tops(self) -> list[int]:
+        """Indices of the sizes that could be the largest below the whole pool, the largest first.
+
+        Of a pool that is no power of two, groups of some sizes leave ranks that only shorter
+        samples can fill. Where these are too few, some large groups are better spread over the
+        whole pool than all of them in turn.
+        """
+        odd = [k for k, size in enumerate(self.problem.sizes) if self.problem.num_ranks % size]
+        return [k - 1 for k in reversed(odd)]
+
     def limits(self, doublings: int) -> list[float]:
         """``2**doublings`` limits on a sample's time that are worth a try, a factor apart."""
         longest = float(self.alone[self.smallest, self.columns].max())
@@ -89,14 +101,16 @@ class Sizer:
             limits.append(limits[-1] * factor)
         return limits
 
-    def choose(self, limit: float, base: int = 0) -> NDArray[np.int64]:
-        """Index of the CP size of each sample, ``base`` or above.
+    def choose(self, limit: float, base: int, top: int) -> NDArray[np.int64]:
+        """Index of the CP size of each sample, ``base`` to ``top`` or the whole pool.
 
         A sample that is over the limit at any size makes its step as long as it is. The samples
         that share this step get sizes by this time instead.
         """
+        whole = len(self.sizes) - 1
         if math.isinf(limit):
-            return np.maximum(self.smallest, base)
+            index = np.maximum(self.smallest, base)
+            return np.where(index > top, whole, index)
         index = np.maximum(self._within(limit), base)
         left = np.ones(len(index), dtype=bool)
         for _ in range(_MAX_OVER):
@@ -112,18 +126,19 @@ class Sizer:
                 break
             index[members] = loose[members]
             left[members] = False
-        return index
+        return np.where(index > top, whole, index)
 
     def _within(self, limit: float) -> NDArray[np.int64]:
         index: NDArray[np.int64] = (self.alone <= np.maximum(limit, self.fastest)).argmax(axis=0)
         return index
 
-    def estimate(self, limit: float, base: int = 0) -> Sizing:
+    def estimate(self, limit: float, base: int = 0, top: int | None = None) -> Sizing:
         """What to expect of the sizes for a limit."""
         problem = self.problem
+        top = len(self.sizes) - 1 if top is None else top
         groups = problem.num_ranks // problem.sizes[base]
         fixed = problem.fixed[problem.sizes[base]]
-        index = self.choose(limit, base)
+        index = self.choose(limit, base, top)
         times = self.alone[index, self.columns]
         order = np.argsort(-times, kind="stable")
         level = math.inf
@@ -144,7 +159,7 @@ class Sizer:
             if level == last:
                 break
         seconds += pure * fixed + work / groups
-        return Sizing(seconds, num_led + pure, limit, level, base)
+        return Sizing(seconds, num_led + pure, limit, level, base, top)
 
     def _lead(
         self,

@@ -1,0 +1,202 @@
+"""Drafts of plans for ``balanced``: steps of packs, made from a choice of CP sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from lightning_dcp.planning.filling import Bins, fill
+from lightning_dcp.planning.packs import Pack, complete, whole_pool_packs
+from lightning_dcp.planning.problem import Problem, total_time
+from lightning_dcp.planning.sizing import Sizer, Sizing
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Steps that still need their ranks.
+
+    Attributes:
+        packs: The packs of each step; their sizes add up to the pool.
+        seconds: How long the steps take in lockstep.
+        sizing: The sizes it was made from, with the number of steps that it has.
+    """
+
+    packs: list[list[Pack]]
+    seconds: float
+    sizing: Sizing
+
+
+def make_draft(problem: Problem, sizer: Sizer, sizing: Sizing) -> Draft:
+    """Steps with the sizes for a limit; see :func:`plan_balanced`, 2 to 4.
+
+    Args:
+        problem: The planning request.
+        sizer: Of the same problem.
+        sizing: The limit, the level, the smallest size, and the number of steps to make; more are
+            made where these do not hold all samples.
+    """
+    index = sizer.choose(sizing.limit, sizing.base, sizing.top)
+    base = problem.sizes[sizing.base]
+    sizes = sizer.sizes[index].tolist()
+    leads = ((index > sizing.base) | (sizer.alone[index, sizer.columns] > sizing.level)).tolist()
+    bins = Bins()
+    leaders = _open_leaders(problem, bins, sizes, leads, sizing.limit)
+    steps, free = _place(problem, bins, leaders, sizing.num_steps)
+    small = [i for i in problem.order if not leads[i]]
+    _fill_up(problem, bins, steps, free, small, base, all_soft=math.isinf(sizing.level))
+    _deal(bins, steps, base)
+    packs, seconds = _finish(problem, bins, steps)
+    return Draft(packs, seconds, replace(sizing, num_steps=len(steps)))
+
+
+def _open_leaders(
+    problem: Problem, bins: Bins, sizes: list[int], leads: list[bool], limit: float
+) -> list[int]:
+    """Micro-batches of the leading samples, those that take the longest first."""
+    by_size: dict[int, list[int]] = {}
+    for i in problem.order:
+        if leads[i]:
+            by_size.setdefault(sizes[i], []).append(i)
+    for size, samples in sorted(by_size.items(), reverse=True):
+        rows, times = problem.rows[size], problem.times[size]
+        # Of the last micro-batch opened: its room and time until the limit.
+        room, slack = 0, 0.0
+        for i in samples:
+            if rows[i] <= room and times[i] <= slack:
+                bins.put(problem, -1, i)
+            else:
+                bins.open(problem, size)
+                bins.put(problem, -1, i)
+                room, slack = problem.cap, limit - problem.fixed[size]
+            room -= rows[i]
+            slack -= times[i]
+    load = bins.load
+    return sorted(range(len(load)), key=lambda b: (-load[b], b))
+
+
+def _place(
+    problem: Problem, bins: Bins, leaders: list[int], num_steps: int
+) -> tuple[list[list[int]], list[int]]:
+    """First fit of micro-batches to steps: for each step its micro-batches and its free ranks."""
+    steps: list[list[int]] = [[] for _ in range(num_steps)]
+    free = [problem.num_ranks] * num_steps
+    first = dict.fromkeys(problem.sizes, 0)
+    for b in leaders:
+        size = bins.size[b]
+        k = first[size]
+        while k < len(free) and free[k] < size:
+            k += 1
+        first[size] = k
+        if k == len(free):
+            steps.append([])
+            free.append(problem.num_ranks)
+        steps[k].append(b)
+        free[k] -= size
+    return steps, free
+
+
+def _fill_up(
+    problem: Problem,
+    bins: Bins,
+    steps: list[list[int]],
+    free: list[int],
+    small: list[int],
+    base: int,
+    *,
+    all_soft: bool,
+) -> None:
+    """Gives free ranks micro-batches of the base size, and fills all with the small samples."""
+    longest = [max((bins.load[b] for b in step), default=0.0) for step in steps]
+    level = _level(problem, bins, steps, free, small, base)
+    targets = [0.0] * len(bins.size)
+    first_soft = None
+    for k, step in enumerate(steps):
+        for b in step:
+            targets[b] = longest[k]
+        if first_soft is None and not step:
+            first_soft = len(bins.size)
+        step.extend(bins.open(problem, base, free[k] // base))
+        targets += [longest[k] or level] * (free[k] // base)
+    if all_soft:
+        first_soft = 0
+    left = fill(problem, bins, targets, small, len(targets) if first_soft is None else first_soft)
+    while left:
+        # What found no room gets steps of its own.
+        rows = sum(problem.rows[base][i] for i in left)
+        groups = problem.num_ranks // base
+        number = groups * math.ceil(rows / (groups * problem.cap))
+        extra = Bins()
+        extra.open(problem, base, number)
+        left = fill(problem, extra, [level] * number, left, 0)
+        first = len(bins.size)
+        bins.extend(extra)
+        steps += [list(range(b, b + groups)) for b in range(first, first + number, groups)]
+
+
+def _level(
+    problem: Problem,
+    bins: Bins,
+    steps: list[list[int]],
+    free: list[int],
+    small: list[int],
+    base: int,
+) -> float:
+    """The time of the steps without leaders, if the others are filled to the end with ``small``."""
+    fixed = problem.fixed[base]
+    work = math.fsum([problem.times[base][i] for i in small])
+    rows = sum([problem.rows[base][i] for i in small])
+    rate = work / rows if rows else 0.0
+    # From here on in seconds of all ranks.
+    work *= base
+    ranks = 0
+    for step, number in zip(steps, free, strict=True):
+        if not step:
+            ranks += number
+            continue
+        time = max([bins.load[b] for b in step])
+        work -= number * min(time - fixed, rate * problem.cap)
+        for b in step:
+            work -= bins.size[b] * min(time - bins.load[b], rate * bins.room[b])
+    return fixed + max(work, 0.0) / ranks if ranks else fixed
+
+
+def _deal(bins: Bins, steps: list[list[int]], base: int) -> None:
+    """Deals the micro-batches of the base size to the steps again, the longest to the longest."""
+    load, size = bins.load, bins.size
+    large = [[b for b in step if size[b] > base] for step in steps]
+    longest = [max([load[b] for b in kept], default=0.0) for kept in large]
+    rest = [b for step in steps for b in step if size[b] == base]
+    rest.sort(key=lambda b: (-load[b], b))
+    at = 0
+    for k in sorted(range(len(steps)), key=lambda k: (-longest[k], k)):
+        number = len(steps[k]) - len(large[k])
+        steps[k] = large[k] + rest[at : at + number]
+        at += number
+
+
+def _finish(problem: Problem, bins: Bins, steps: list[list[int]]) -> tuple[list[list[Pack]], float]:
+    """The packs of each step, in which no rank is left without a sample, and their time."""
+    done: list[list[Pack]] = []
+    seconds = []
+    rest: list[int] = []
+    size, samples, load = bins.size, bins.samples, bins.load
+    for step in steps:
+        packs = [Pack(size[b], tuple(samples[b])) for b in step if samples[b]]
+        if len(packs) == len(step):
+            done.append(packs)
+            seconds.append(max([load[b] for b in step]))
+            continue
+        completed = complete(problem, packs) if packs else []
+        if completed is None:
+            rest += [i for pack in packs for i in pack.sample_ids]
+        elif completed:
+            done.append(completed)
+            seconds.append(max(_pack_time(problem, pack) for pack in completed))
+    for pack in whole_pool_packs(problem, rest):
+        done.append([pack])
+        seconds.append(_pack_time(problem, pack))
+    return done, math.fsum(seconds)
+
+
+def _pack_time(problem: Problem, pack: Pack) -> float:
+    return total_time(problem, pack.sample_ids, pack.size)
