@@ -127,8 +127,8 @@ class Result:
             f"{1e9 * cost_model.seconds_per_pair:.3g} ns, a micro-batch "
             f"{1e3 * cost_model.fixed_seconds:.3g} ms, a further rank of its group "
             f"{1e3 * cost_model.hop_seconds_within:.3g} ms and "
-            f"{1e6 * cost_model.kv_seconds_per_row_within:.3g} us a row; attention hides "
-            f"{cost_model.overlap:.0%} of its own time in communication"
+            f"{1e6 * cost_model.kv_seconds_per_row_within:.3g} us a row, hidden up "
+            f"to {cost_model.overlap:.0%} of the attention's time"
         )
 
 

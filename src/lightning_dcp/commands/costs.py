@@ -102,11 +102,20 @@ class Costs:
             recompute=options.recompute,
         )
 
+    def describe(self) -> str:
+        """The model, and where its times come from, in a line."""
+        model = self.model
+        experts = f", {model.num_experts} experts" if model.num_experts else ""
+        source = self.options.calibration or f"{self.options.preset.name} data sheets"
+        return (
+            f"{model.num_layers} layers of width {model.hidden_size}{experts}, vocabulary "
+            f"{model.vocab_size:,}; times from {source}"
+        )
+
     def notes(self, num_ranks: int) -> list[str]:
         """What a reader of predictions for a pool has to know."""
         if self.calibration is None:
-            device = self.options.preset.name
-            return [f"times are estimates from {device} data sheets, not measured: see calibrate"]
+            return ["times are estimates, not measured: see lightning-dcp calibrate"]
         measured = self.calibration.num_ranks
         if num_ranks <= measured:
             return []

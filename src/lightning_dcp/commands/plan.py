@@ -173,7 +173,8 @@ def _report(pool: PoolOptions, batches: Batches, costs: Costs, figures: Sequence
         f"{pool.max_seqlen_per_dp_cp_rank}{tp}, {pool.execution}"
     )
     notes = [f"note: {note}" for note in costs.notes(pool.num_ranks)]
-    head = [f"lengths: {batches.counts}", planned, of_pool, *notes]
+    model = f"model: {costs.describe()}"
+    head = [f"lengths: {batches.counts}", planned, of_pool, model, *notes]
     return "\n".join([*head, "", table(figures), "", LEGEND])
 
 

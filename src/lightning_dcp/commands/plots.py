@@ -110,6 +110,7 @@ def plot_calibration(
     )  # fmt: skip
     ax.set_title(title, loc="left", fontsize=11)
     _plain_ticks(ax)
+    ax.set_axisbelow(True)
     ax.grid(which="major", color="#dddddd", linewidth=0.6)
     ax.legend(frameon=False, fontsize=9)
     _save(figure, path)

@@ -211,8 +211,8 @@ def _recommend(costs: Costs, candidates: Sequence[Candidate]) -> Suggestion:
             f"less than {_WORTHWHILE - 1:.0%} for these lengths"
         )
     reason = (
-        f"{why}; it takes {best.bytes_per_device / GIB:.1f} of {memory:.1f} GiB a device, and no "
-        f"layout with more memory is {_WORTHWHILE - 1:.0%} faster."
+        f"{why}; it takes {best.bytes_per_device / GIB:.1f} of {memory:.1f} GiB a device, and none "
+        f"of the others is {_WORTHWHILE - 1:.0%} faster."
     )
     if len({c.setting.tp_size for c in candidates}) > 1:
         reason += " Tensor parallelism's own communication is not in these figures."
@@ -225,14 +225,17 @@ def _best(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
 
 
 def _frugal(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
-    """Of those about as fast as the fastest, the one with the least memory."""
+    """Of those about as fast as the fastest, the one with the least tensor parallelism and memory.
+
+    Tensor parallelism comes first since its communication has no price in the cost model.
+    """
     fastest = _best(candidates, static=static).rate
     near = [
         c
         for c in candidates
         if (c.setting.planner == "static") == static and c.rate * _WORTHWHILE > fastest
     ]
-    return min(near, key=lambda c: (c.bytes_per_device, -c.rate))
+    return min(near, key=lambda c: (c.setting.tp_size, c.bytes_per_device, -c.rate))
 
 
 def _nothing_fits(costs: Costs, batches: Batches, devices: int, tp_sizes: Sequence[int]) -> str:
