@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
 from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-import torch.multiprocessing as mp
+from lightning_dcp.commands import processes
 
 
 def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -23,36 +21,12 @@ def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
     Returns:
         What rank 0 returned.
     """
-    # Before the workers import torch, which reads it once.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_work, args=(num_processes, port, results, function, args), nprocs=num_processes)
-    return results.get()
+    return processes.run_on(num_processes, _without_warnings, function, *args)
 
 
-def _work(
-    rank: int,
-    num_processes: int,
-    port: int,
-    results: Any,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": "0",
-        "LOCAL_RANK": str(rank),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_processes),
-    }
+def _without_warnings(function: Callable[..., Any], *args: Any) -> Any:
     warnings.simplefilter("ignore")
-    value = function(*args)
-    if rank == 0:
-        results.put(value)
+    return function(*args)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -1,7 +1,9 @@
-"""The ``lightning-dcp`` command."""
+"""The ``lightning-dcp`` command: our own commands by name, everything else is LightningCLI's."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +12,15 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_dcp.commands import COMMANDS
 from lightning_dcp.module import DynamicCPModule
+
+_OF_LIGHTNING = {
+    "fit": "train a model",
+    "validate": "evaluate a model on validation data",
+    "test": "evaluate a model on test data",
+    "predict": "log-probabilities and entropies of a data set, in its order",
+}
 
 
 class DynamicCPCLI(LightningCLI):
@@ -27,15 +37,21 @@ class DynamicCPCLI(LightningCLI):
         trainer.predict(return_predictions=bool(return_predictions), **options)
 
 
-def main(args: list[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Runs ``lightning-dcp``.
 
     Args:
         args: The command line, without the command's name; that of the process by default.
     """
+    given = list(sys.argv[1:] if args is None else args)
     # The strings under the fields of our config dataclasses are their help texts.
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    DynamicCPCLI(**cli_options(), args=args)
+    if given and given[0] in COMMANDS:
+        COMMANDS[given[0]].run(given[1:])
+    elif given in (["-h"], ["--help"]):
+        print(_help())
+    else:
+        DynamicCPCLI(**cli_options(), args=given)
 
 
 def cli_options() -> dict[str, Any]:
@@ -51,6 +67,19 @@ def cli_options() -> dict[str, Any]:
         "save_config_kwargs": {"overwrite": True},
         "parser_kwargs": {"description": "Dynamic context parallelism for PyTorch Lightning."},
     }
+
+
+def _help() -> str:
+    summaries = _OF_LIGHTNING | {name: command.summary for name, command in COMMANDS.items()}
+    width = max(map(len, summaries))
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in summaries.items()]
+    return (
+        "usage: lightning-dcp COMMAND [options]\n\n"
+        "Dynamic context parallelism for PyTorch Lightning.\n\ncommands:\n"
+        + "\n".join(lines)
+        + "\n\nlightning-dcp COMMAND --help lists a command's options; each can be in a YAML file "
+        "that --config names."
+    )
 
 
 if __name__ == "__main__":

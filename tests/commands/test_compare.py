@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from lightning_dcp.commands.compare import compare
+from lightning_dcp.commands.compare import compare, main
 from lightning_dcp.commands.comparison import TimedStep, compare_steps, describe
 
 
@@ -101,7 +101,7 @@ def test_a_comparison_from_one_checkpoint(tmp_path, capsys):
     config.write_text(yaml.safe_dump(CONFIG))
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     comparison = compare(
-        [str(config)], steps=2, warmup_steps=1, rounds=1, json_file=str(out), plot=str(picture)
+        [str(config)], steps=2, warmup_steps=1, rounds=1, json=str(out), plot=str(picture)
     )
     assert comparison.ratio is not None
     assert comparison.num_steps == 2
@@ -114,6 +114,17 @@ def test_a_comparison_from_one_checkpoint(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "times as fast as static" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_command_takes_one_config_or_several(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(
+        "lightning_dcp.commands.compare.compare", lambda **given: seen.append(given)
+    )
+    for options in (["--config=a.yaml"], ["--config=[a.yaml,b.yaml]"]):
+        main([*options, "--steps=3", "--json=out.json"])
+    assert [given["config"] for given in seen] == ["a.yaml", ["a.yaml", "b.yaml"]]
+    assert all(given["steps"] == 3 and given["json"] == "out.json" for given in seen)
 
 
 def test_a_run_that_fails_shows_what_it_printed(tmp_path):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import json as json_module
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from jsonargparse import ArgumentParser
 
 from lightning_dcp.commands.comparison import (
     Comparison,
@@ -22,15 +24,38 @@ from lightning_dcp.commands.comparison import (
 
 Mode = Literal["static", "dynamic"]
 
+_DESCRIPTION = (
+    "Compares static and dynamic context parallelism on one config: runs of both kinds in turn on "
+    "the same ranks, from one checkpoint, on the same samples; one option differs."
+)
+
+
+def main(args: Sequence[str]) -> None:
+    """Runs the command.
+
+    Args:
+        args: The command line, after ``compare``.
+
+    Raises:
+        ValueError: The user gave something that cannot work.
+        ModuleNotFoundError: An option needs a package that is not installed.
+    """
+    parser = ArgumentParser(prog="lightning-dcp compare", description=_DESCRIPTION)
+    parser.add_function_arguments(compare)
+    try:
+        compare(**parser.parse_args(list(args)).as_dict())
+    except RuntimeError as error:
+        sys.exit(f"lightning-dcp compare: {error}")
+
 
 def compare(
-    config: list[str],
+    config: list[str] | str,
     steps: int = 20,
     warmup_steps: int = 5,
     rounds: int = 2,
     context_parallel_size: int | None = None,
     ckpt_path: str | None = None,
-    json_file: str | None = None,
+    json: str | None = None,
     plot: str | None = None,
 ) -> Comparison:
     """Compares static and dynamic context parallelism on one config.
@@ -48,7 +73,7 @@ def compare(
             whole pool where the config names none.
         ckpt_path: The checkpoint that all runs start from; by default one is made, of the model's
             initial weights after one step.
-        json_file: Write the comparison and every measured step to this file.
+        json: Write the comparison and every measured step to this file.
         plot: Draw step times and CP sizes into this PNG file; needs the extra ``plot``.
 
     Returns:
@@ -58,6 +83,7 @@ def compare(
         ValueError: A number that is too small, or a config file that does not exist.
         RuntimeError: A run failed; the message ends with what it printed.
     """
+    config = [config] if isinstance(config, str) else config
     _check(config, steps, warmup_steps, rounds)
     with tempfile.TemporaryDirectory(prefix="lightning-dcp-compare-") as folder:
         runner = _Runner(config, Path(folder), context_parallel_size)
@@ -70,8 +96,8 @@ def compare(
                 runs[mode].append(timed[warmup_steps:])
     comparison = compare_steps(runs["static"], runs["dynamic"])
     print(describe(comparison))
-    if json_file is not None:
-        _write_json(Path(json_file), comparison, runs)
+    if json is not None:
+        _write_json(Path(json), comparison, runs)
     if plot is not None:
         from lightning_dcp.commands.comparison_plot import draw_comparison
 
@@ -128,7 +154,7 @@ class _Runner:
             f"--ckpt_path={ckpt_path}",
         ]
         self._fit(name, 1 + steps, overrides)
-        timed = [TimedStep.from_json(record) for record in json.loads(times.read_text())]
+        timed = [TimedStep.from_json(record) for record in json_module.loads(times.read_text())]
         if len(timed) < steps:
             raise RuntimeError(
                 f"The {mode} run made {len(timed)} of {steps} steps: the data ends before. Use "
@@ -189,5 +215,5 @@ def _write_json(
         },
     }
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(content, indent=1))
+    beside.write_text(json_module.dumps(content, indent=1))
     beside.replace(path)

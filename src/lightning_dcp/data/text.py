@@ -132,6 +132,19 @@ class TextDataModule(LightningDataModule):
         """One more than the largest token id; known before ``setup``."""
         return self.tokenizer.vocab_size
 
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document of ``data``, before any is cut or left out; tokenises them first.
+
+        Returns:
+            int64, ``[num_documents]``.
+
+        Raises:
+            ValueError: What is wrong with the input.
+        """
+        cache = self._load("data", retry=True)
+        assert cache is not None
+        return np.diff(np.asarray(cache.documents["end"], dtype=np.int64), prepend=0)
+
     @override
     def prepare_data(self) -> None:
         try:

@@ -1,5 +1,6 @@
 """Forward and backward over a plan, the optimizer, and full checkpoints of sharded states."""
 
+from lightning_dcp.engine.agreement import agree_on_file
 from lightning_dcp.engine.ahead import PlanningLoader
 from lightning_dcp.engine.checkpoint import (
     full_model_state,
@@ -24,6 +25,7 @@ __all__ = [
     "PlannedBatch",
     "PlanningLoader",
     "StepResult",
+    "agree_on_file",
     "build_optimizer",
     "full_model_state",
     "full_optimizer_state",

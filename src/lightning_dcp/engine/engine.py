@@ -20,7 +20,7 @@ from lightning_dcp.engine.ahead import PlanAhead
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import ParallelContext, bind_micro_batch
-from lightning_dcp.planning import Plan, plan_global_batch
+from lightning_dcp.planning import CostModel, Plan, plan_global_batch
 
 MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are."""
@@ -37,11 +37,13 @@ class PlanSettings:
         max_seqlen_per_dp_cp_rank: The rows that a rank may hold of one micro-batch (the cap).
         planner: Name of a planner.
         context_parallel_size: CP size of the ``static`` planner.
+        cost_model: Predicts the time of micro-batches; planning's default if None.
     """
 
     max_seqlen_per_dp_cp_rank: int
     planner: str = "balanced"
     context_parallel_size: int | None = None
+    cost_model: CostModel | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class DynamicCPEngine:
             planner=self.settings.planner,
             tp_size=self.context.sizes.tensor_model_parallel_size,
             context_parallel_size=self._static_size(),
+            cost_model=self.settings.cost_model,
         )
 
     def _static_size(self) -> int | None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lightning_dcp.parallel.sizes import ParallelSizes
+from lightning_dcp.planning import ModelSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,19 @@ class ModelConfig:
         """Rows of the embedding."""
         multiple = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """The sizes as planning knows them, whose fingerprint names the model."""
+        return ModelSizes(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.query_groups,
+            head_dim=self.head_width,
+            intermediate_size=self.ffn_width,
+            vocab_size=self.vocab_size,
+        )
 
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Refuses a tensor-parallel size that does not divide what it splits.

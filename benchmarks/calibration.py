@@ -1,0 +1,153 @@
+"""How far a calibrated prediction is from what then happens: static against dynamic steps.
+
+``lightning-dcp calibrate`` measures a small model on this machine's processes. Then global batches
+run under static and dynamic context parallelism in turn, as in ``dynamic_vs_static.py``, dynamic
+planned with the calibrated cost model. Printed: R2 on held-out micro-batches, and the ratio of
+static to dynamic step time as predicted from the plans and as measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from dynamic_vs_static import Figures, Options, Run, check_same_work
+from launch import run_on, spread
+from lightning_dcp.commands.calibrate import CalibrateOptions, Result, calibrate
+from lightning_dcp.engine import DynamicCPEngine, PlanSettings
+from lightning_dcp.parallel import ParallelContext, ParallelSizes, quiet_megatron, setup_parallel
+from lightning_dcp.planning import CostModel, evaluate, plan_global_batch
+
+PLANNERS = ("static", "balanced")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the workers need to know."""
+
+    options: Options
+    cost_model: CostModel
+
+    def settings(self, planner: str, num_ranks: int) -> PlanSettings:
+        """How a planner plans."""
+        return PlanSettings(
+            max_seqlen_per_dp_cp_rank=self.options.cap(num_ranks),
+            planner=planner,
+            context_parallel_size=num_ranks,
+            cost_model=self.cost_model,
+        )
+
+
+class CalibratedRun(Run):
+    """As in ``dynamic_vs_static.py``, with the calibrated cost model."""
+
+    def __init__(self, task: Task, context: ParallelContext) -> None:
+        super().__init__(task.options, context)
+        pool = context.sizes.dp_cp_size
+        self.engines = {
+            planner: DynamicCPEngine(context, task.settings(planner, pool)) for planner in PLANNERS
+        }
+
+
+def work(task: Task) -> dict[str, Figures]:
+    """What each process runs: every batch under both planners, the order turning."""
+    dist.init_process_group("gloo")
+    context = setup_parallel(ParallelSizes(world_size=dist.get_world_size()))
+    try:
+        with quiet_megatron():
+            run = CalibratedRun(task, context)
+        warm = {planner: Figures() for planner in PLANNERS}
+        figures = {planner: Figures() for planner in PLANNERS}
+        for index, batch in enumerate(task.options.batches()):
+            counted = warm if index < task.options.warmup else figures
+            for turn in range(len(PLANNERS)):
+                planner = PLANNERS[(index + turn) % len(PLANNERS)]
+                run.step(planner, batch, counted[planner])
+    finally:
+        context.destroy()
+        dist.destroy_process_group()
+    return figures
+
+
+def predicted_seconds(task: Task, planner: str, num_ranks: int) -> list[float]:
+    """By measured batch: the predicted time of its forward and backward passes."""
+    settings = task.settings(planner, num_ranks)
+    seconds = []
+    for batch in task.options.batches()[task.options.warmup :]:
+        plan = plan_global_batch(
+            torch.diff(batch["input_ids"].offsets()).numpy(),
+            num_ranks=num_ranks,
+            max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
+            planner=planner,
+            context_parallel_size=num_ranks if planner == "static" else None,
+            cost_model=task.cost_model,
+        )
+        # Without pipeline and expert parallelism only the members of a group wait for each other.
+        seconds.append(evaluate(plan, task.cost_model, execution="free_running").predicted_seconds)
+    return seconds
+
+
+def measure_model(options: Options, num_ranks: int, repeats: int) -> Result:
+    """The calibration of the benchmark's model."""
+    return calibrate(
+        CalibrateOptions(
+            model_config=options.model,
+            max_seqlen_per_dp_cp_rank=options.cap(num_ranks),
+            num_processes=num_ranks,
+            shortest=options.shortest,
+            repeats=repeats,
+        )
+    )
+
+
+def report(task: Task, figures: dict[str, Figures], num_ranks: int) -> None:
+    """The predicted and the measured ratio."""
+    static, dynamic = (predicted_seconds(task, planner, num_ranks) for planner in PLANNERS)
+    predicted = sum(static) / sum(dynamic)
+    of_static, of_dynamic = (figures[planner] for planner in PLANNERS)
+    ratios = [a / b for a, b in zip(of_static.seconds, of_dynamic.seconds, strict=True)]
+    measured = median(ratios)
+    for name, times, found in (
+        ("static", static, of_static),
+        ("balanced", dynamic, of_dynamic),
+    ):
+        print(
+            f"{name:<9} predicted {sum(times) / len(times):.3f} s a step, measured median "
+            f"{median(found.seconds):.3f} s, CP sizes {dict(sorted(found.cp_sizes.items()))}"
+        )
+    print(
+        f"static / balanced: predicted {predicted:.3f}, measured median (quartiles) "
+        f"{spread(ratios)}; predicted / measured - 1 = {predicted / measured - 1:+.1%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=2, help="pool size")
+    parser.add_argument("--repeats", type=int, default=10, help="times of each micro-batch")
+    parser.add_argument("--steps", type=int, default=12, help="measured global batches")
+    parser.add_argument("--warmup", type=int, default=1, help="global batches before")
+    parser.add_argument("--samples", type=int, default=16, help="sequences of a global batch")
+    parser.add_argument("--shortest", type=int, default=64, help="tokens of the shortest sequences")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest sequence")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the model")
+    given = vars(parser.parse_args())
+    num_ranks, repeats = given.pop("processes"), given.pop("repeats")
+    options = Options(**given)
+    result = measure_model(options, num_ranks, repeats)
+    print(f"{result.report()}\n")
+    task = Task(options, result.calibration.cost_model)
+    figures = run_on(num_ranks, work, task)
+    check_same_work(figures)
+    report(task, figures, num_ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The model of a command: a preset, a configuration file, or numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_dcp.model import ModelConfig
+from lightning_dcp.planning import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
+
+PRESETS = {"8b": LLAMA_8B, "30b-a3b": QWEN3_30B_A3B}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model: one of the two options."""
+
+    model: str | None = None
+    """8b (Llama 3.1), 30b-a3b (Qwen3), a Hugging Face config.json or its folder, or a YAML file
+    that `lightning-dcp fit --config` takes."""
+    model_config: ModelConfig | None = None
+    """Sizes of the model, e.g. --model_config.num_layers 4; --model_config.help lists them."""
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.model_config is not None:
+            raise ValueError(f"model={self.model!r} and model_config: give only one of the two")
+
+    def sizes(self) -> ModelSizes | None:
+        """The model's sizes, or None if no model is given.
+
+        Raises:
+            ValueError: ``model`` names no preset and no file that describes a model.
+        """
+        if self.model_config is not None:
+            return self.model_config.sizes
+        if self.model is None:
+            return None
+        found = _read(self.model)
+        return found.sizes if isinstance(found, ModelConfig) else found
+
+    def config(self) -> ModelConfig:
+        """The config of a model to build.
+
+        Raises:
+            ValueError: No model is given, or it is a mixture of experts, which cannot be built yet.
+        """
+        if self.model_config is not None:
+            return self.model_config
+        if self.model is None:
+            raise ValueError("which model? Give model or model_config, see --help")
+        found = _read(self.model)
+        return found if isinstance(found, ModelConfig) else _dense_config(self.model, found)
+
+
+def _read(model: str) -> ModelSizes | ModelConfig:
+    if model in PRESETS:
+        return PRESETS[model]
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model={model!r} is none of {', '.join(PRESETS)}, and there is no file {str(path)!r}"
+        )
+    try:
+        # JSON is YAML, but for tabs, which its own reader takes.
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"model={model!r}: {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model={model!r}: {path} holds a {type(content).__name__}, no mapping")
+    try:
+        if path.suffix == ".json":
+            return ModelSizes.from_hf_config(content)
+        return ModelConfig(**_model_of_fit(content))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model={model!r}: {path}: {error}") from error
+
+
+def _model_of_fit(content: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig of a config of ``fit``: ``model.init_args.model``."""
+    found: Any = content
+    for key in ("model", "init_args", "model"):
+        found = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError("there is no model.init_args.model, the sizes of a DynamicCPModule")
+    return found
+
+
+def _dense_config(model: str, sizes: ModelSizes) -> ModelConfig:
+    if sizes.num_experts:
+        raise ValueError(
+            f"model={model!r} has {sizes.num_experts} experts: a mixture of experts cannot be "
+            "built, and so not measured, yet; plan predicts it from its sizes"
+        )
+    return ModelConfig(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_attention_heads,
+        num_query_groups=sizes.num_key_value_heads,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.intermediate_size,
+        vocab_size=sizes.vocab_size,
+    )

@@ -1,0 +1,46 @@
+"""Option classes to a command line: dataclasses whose fields are the options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+
+def parse_options(
+    args: Sequence[str], *, command: str, description: str, classes: Sequence[type]
+) -> list[Any]:
+    """Parses a command line whose options are the fields of some dataclasses.
+
+    Args:
+        args: The command line.
+        command: Name of the command.
+        description: For ``--help``.
+        classes: Frozen dataclasses without a field name in common; the string under a field is its
+            help text.
+
+    Returns:
+        An object of each class.
+
+    Raises:
+        SystemExit: An option that does not exist or has a value of the wrong type; ``--help``.
+        ValueError: A value that a class refuses.
+    """
+    parser = ArgumentParser(prog=f"lightning-dcp {command}", description=description)
+    parser.add_argument("--config", action="config", help="YAML file that holds options.")
+    for cls in classes:
+        parser.add_class_arguments(cls)
+    flags = {f"--{f.name}" for cls in classes for f in fields(cls) if f.type == "bool"}
+    values = parser.instantiate(parser.parse_args(_with_values(args, flags)))
+    return [cls(**{field.name: values[field.name] for field in fields(cls)}) for cls in classes]
+
+
+def _with_values(args: Sequence[str], flags: set[str]) -> list[str]:
+    """A flag without a value means true."""
+    following = [*args[1:], "--"]
+    return [
+        f"{arg}=true" if arg in flags and after.startswith("-") else arg
+        for arg, after in zip(args, following, strict=True)
+    ]
