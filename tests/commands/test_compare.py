@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -116,11 +117,14 @@ def test_a_comparison_from_one_checkpoint(tmp_path, capsys):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_command_takes_one_config_or_several(monkeypatch, tmp_path):
+def test_the_command_takes_one_config_or_several(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        "lightning_dcp.commands.compare.compare", lambda **given: seen.append(given)
-    )
+
+    @functools.wraps(compare)
+    def watched(**given):
+        seen.append(given)
+
+    monkeypatch.setattr("lightning_dcp.commands.compare.compare", watched)
     for options in (["--config=a.yaml"], ["--config=[a.yaml,b.yaml]"]):
         main([*options, "--steps=3", "--json=out.json"])
     assert [given["config"] for given in seen] == ["a.yaml", ["a.yaml", "b.yaml"]]
