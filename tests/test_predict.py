@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.imports import RequirementCache
 from torch.utils.data import DataLoader, Dataset
 
@@ -234,6 +235,8 @@ def test_where_ids_come_from_and_which_are_refused(tmp_path):
     assert "torch.float32" in found["float"]
     finished = sorted(path.name for path in tmp_path.glob("[!.]*"))
     assert finished == ["ids.parquet", "indices.parquet"]
+    unfinished = pq.read_table(tmp_path / ".twice.parquet.unfinished")
+    assert unfinished["sample_id"].to_pylist() == [9, 3]
 
 
 class NoDict(DynamicCPModule):
@@ -275,16 +278,32 @@ def test_a_writer_without_pyarrow_says_what_to_install(monkeypatch):
         PredictionWriter("x.parquet").setup(None, trainers.module(), "predict")
 
 
-def fit_after_predict():
+def predict_fit_predict(folder):
     """Predict, fit, predict on one Trainer; what is made in one must not stop the next."""
-    module, trainer = trainers.module(), trainers.trainer(48)
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="last")
+    trainer = trainers.trainer(48, enable_checkpointing=True, callbacks=[checkpoint])
+    module = trainers.module()
     first = trainer.predict(module, data())
     trainer.fit(module, trainers.batches(1))
     second = trainer.predict(module, data())
-    return [float(out["log_probs"].values().sum()) for run in (first, second) for out in run if out]
+    return [[as_arrays(one) for one in outputs] for outputs in (first, second)]
 
 
-def test_predict_fit_and_predict_again():
-    sums = run_distributed(fit_after_predict, 2)[0]
-    assert len(sums) == 6
-    assert all(after > before for before, after in zip(sums[:1], sums[3:4], strict=True))
+def predict_from(path, cap):
+    return [
+        as_arrays(one)
+        for one in trainers.trainer(cap).predict(trainers.module(seed=5), data(), ckpt_path=path)
+    ]
+
+
+def test_predict_fit_predict_and_predict_from_the_checkpoint(tmp_path):
+    before, after = run_distributed(predict_fit_predict, 2, str(tmp_path))[0]
+    check(before)
+    loaded = run_distributed(predict_from, 4, str(tmp_path / "last.ckpt"), 24)[0]
+    for old, new, again in zip(before, after, loaded, strict=True):
+        for row, new_row, again_row in zip(
+            old["log_probs"], new["log_probs"], again["log_probs"], strict=True
+        ):
+            np.testing.assert_allclose(again_row, new_row, rtol=1e-5, atol=1e-5)
+            if len(row) > 9:
+                assert np.abs(new_row - row).max() > 1e-3

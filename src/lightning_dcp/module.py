@@ -172,6 +172,11 @@ class DynamicCPModule(LightningModule):
         """
         losses = self.objective(self.target_outputs(micro_batch), micro_batch)
         if losses.dim():
+            if losses.shape != micro_batch.labels.shape:
+                raise ValueError(
+                    f"{type(self.objective).__name__} gave losses of shape {list(losses.shape)} "
+                    f"for {len(micro_batch.labels)} rows: return one a row, or their sum."
+                )
             losses = torch.where(micro_batch.loss_mask, losses, 0).sum()
         return losses, micro_batch.num_tokens
 

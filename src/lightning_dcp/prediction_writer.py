@@ -86,8 +86,10 @@ class PredictionWriter(BasePredictionWriter):
             self._unfinished.replace(self.path)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Also after an error: what is unfinished stays, under its own name.
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # What was written stays and can be read, under a name that says that it is unfinished.
         self._close()
 
     def _new_ids(

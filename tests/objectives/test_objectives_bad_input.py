@@ -48,6 +48,13 @@ def like(key, change):
     return torch.nested.nested_tensor_from_jagged(change(value.values()), value.offsets())
 
 
+class Pairs(Objective):
+    """Gives two losses a row."""
+
+    def __call__(self, outputs, micro_batch):
+        return outputs.log_probs()[:, None].expand(-1, 2)
+
+
 def bad_batches():
     dense = torch.zeros(len(trainers.LENGTHS[0]))
     distillation, policy = TopKDistillation(), PolicyLoss(kl_coefficient=1.0)
@@ -71,12 +78,16 @@ def bad_batches():
     rank_1_lacks = changed(advantages=None) if dist.get_rank() == 1 else changed()
     found["one rank"] = message_of(rank_1_lacks, policy)
     found["validate"] = message_of(changed(advantages=None), policy, "validate")
-    return found, len(STEPS)
+    num_steps = len(STEPS)
+    found["pairs"] = message_of(changed(), Pairs())
+    return found, num_steps
 
 
 def test_batches_that_an_objective_cannot_use():
     (found, num_steps), other = run_distributed(bad_batches, 2)
     assert num_steps == other[1] == 0
+    for one in (found.pop("pairs"), other[0].pop("pairs")):
+        assert "Pairs gave losses of shape" in one
     of_one_rank = found.pop("one rank")
     assert "PolicyLoss needs 'advantages'" in other[0].pop("one rank")
     assert "Rank 1 refused its batch: PolicyLoss needs 'advantages'" in of_one_rank

@@ -188,5 +188,6 @@ def _check_mask(mask: Jagged) -> None:
             found = values[start : start + length][wrong][0].item()
             raise ValueError(
                 f"'loss_mask' of sample {sample} holds {found}; it selects targets, with 0 and 1 "
-                "only. Give weights as an extra key of the batch and use them in micro_batch_step."
+                "only. Give weights as an extra key of the batch and name it in "
+                "DynamicCPModule(objective=SFT(token_weight=...))."
             )
