@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.commands.costs import GIB
 from lightning_dcp.planning import CostModel, Execution, Plan, PlanError, plan_global_batch
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_dcp.alignment import longest_that_fits
-from lightning_dcp.commands.costs import CostOptions, Costs
+from lightning_dcp.commands.costs import GIB, CostOptions, Costs
 from lightning_dcp.commands.figures import LEGEND, Figures, Setting, table
 from lightning_dcp.commands.files import write_whole
 from lightning_dcp.commands.lengths import Batches, LengthOptions, read_batches
@@ -174,7 +174,11 @@ def _report(pool: PoolOptions, batches: Batches, costs: Costs, figures: Sequence
     )
     notes = [f"note: {note}" for note in costs.notes(pool.num_ranks)]
     model = f"model: {costs.describe()}"
-    head = [f"lengths: {batches.counts}", planned, of_pool, model, *notes]
+    memory = (
+        f"memory: {costs.state_bytes(pool.tp_size, pool.num_ranks) / GIB:.1f} GiB a device for "
+        f"weights, gradients and optimizer states, of {costs.memory_bytes / GIB:.1f}"
+    )
+    head = [f"lengths: {batches.counts}", planned, of_pool, model, memory, *notes]
     return "\n".join([*head, "", table(figures), "", LEGEND])
 
 
