@@ -341,3 +341,52 @@ def test_strategy_needs_no_process_before_the_run_starts():
     assert trainer.world_size == 4
     assert not dist.is_initialized()
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+
+
+class FixedLosses(DynamicCPModule):
+    """Every target of a sample has the loss that the batch gives the sample."""
+
+    def micro_batch_step(self, micro_batch):
+        hidden, _ = self.hidden_states(micro_batch)
+        sample = torch.from_numpy(micro_batch.layout.sequence_of_row)
+        losses = micro_batch.extras["loss"][sample][micro_batch.loss_mask]
+        return losses.sum() + 0 * hidden.sum(), micro_batch.num_tokens
+
+
+def mean_of_fixed_losses():
+    batch = trainers.jagged(trainers.random_batch([2, 10], 0))
+    batch["loss"] = torch.tensor([1.0, 3.0])
+    module = FixedLosses(trainers.CONFIG)
+    trainers.trainer(16).fit(module, trainers.Batches([batch]))
+    return float(module.last_step.loss), int(module.last_step.num_tokens)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_loss_is_a_mean_of_targets_and_not_of_means(world):
+    # One target of loss 1 and nine of loss 3: 2.8, and not 2.0; each counted once.
+    for loss, num_tokens in run_distributed(mean_of_fixed_losses, world):
+        assert loss == pytest.approx(2.8, rel=1e-6)
+        assert num_tokens == 10
+
+
+def one_valid_token(cap: int, cp: int):
+    batch = trainers.jagged(trainers.random_batch([16], 0))
+    mask = torch.zeros(16, dtype=torch.bool)
+    mask[5] = True
+    batch["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask, batch["input_ids"].offsets())
+    module = keeping()
+    static = {"dynamic_context_parallel": False, "context_parallel_size": cp}
+    # No clipping: a gradient that is halved or quartered must not be scaled back.
+    trainer = trainers.trainer(cap, static, gradient_clip_val=None)
+    norms = []
+    module.on_train_batch_end = lambda *_: norms.append(trainer.optimizers[0].grad_norm)
+    trainer.fit(module, trainers.Batches([batch]))
+    return norms[0], int(module.last_step.num_tokens)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallelism_does_not_divide_the_gradient(cp):
+    ((wanted, _),) = run_distributed(one_valid_token, 1, 16, 1)
+    for norm, num_tokens in run_distributed(one_valid_token, cp, 16, cp):
+        assert norm == pytest.approx(wanted, rel=1e-5)
+        assert num_tokens == 1
