@@ -21,6 +21,8 @@ from lightning_dcp.commands.comparison import (
     compare_steps,
     describe,
 )
+from lightning_dcp.commands.files import write_whole
+from lightning_dcp.commands.plots import check_plot
 
 Mode = Literal["static", "dynamic"]
 
@@ -85,6 +87,7 @@ def compare(
     """
     config = [config] if isinstance(config, str) else config
     _check(config, steps, warmup_steps, rounds)
+    check_plot("plot", plot)
     with tempfile.TemporaryDirectory(prefix="lightning-dcp-compare-") as folder:
         runner = _Runner(config, Path(folder), context_parallel_size)
         start = ckpt_path or runner.make_checkpoint()
@@ -97,11 +100,11 @@ def compare(
     comparison = compare_steps(runs["static"], runs["dynamic"])
     print(describe(comparison))
     if json is not None:
-        _write_json(Path(json), comparison, runs)
+        _write_json(json, comparison, runs)
     if plot is not None:
         from lightning_dcp.commands.comparison_plot import draw_comparison
 
-        draw_comparison(comparison, runs["static"], runs["dynamic"], Path(plot))
+        draw_comparison(comparison, runs["static"], runs["dynamic"], plot)
     return comparison
 
 
@@ -204,9 +207,7 @@ def _static_size(config: list[str]) -> int:
     return devices * int(nodes) // int(options.get("tensor_model_parallel_size") or 1)
 
 
-def _write_json(
-    path: Path, comparison: Comparison, runs: dict[Mode, list[list[TimedStep]]]
-) -> None:
+def _write_json(path: str, comparison: Comparison, runs: dict[Mode, list[list[TimedStep]]]) -> None:
     content: dict[str, Any] = {
         "comparison": dataclasses.asdict(comparison),
         "runs": {
@@ -214,6 +215,4 @@ def _write_json(
             for mode, rounds in runs.items()
         },
     }
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json_module.dumps(content, indent=1))
-    beside.replace(path)
+    write_whole(path, lambda file: file.write_text(json_module.dumps(content, indent=1)))

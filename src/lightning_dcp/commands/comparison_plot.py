@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from lightning_dcp.commands.comparison import Comparison, Runs
-from lightning_dcp.requirements import MATPLOTLIB_AVAILABLE
+from lightning_dcp.commands.files import write_whole
 
 
-def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: Path) -> None:
+def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: str) -> None:
     """Draws step times of both kinds above the dynamic runs' CP sizes, as a PNG.
 
     Args:
@@ -19,12 +18,7 @@ def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: P
         static: For each round, the measured steps of the static run.
         dynamic: For each round, those of the dynamic run.
         path: Where to write it, beside and renamed.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
     """
-    if not MATPLOTLIB_AVAILABLE:
-        raise ModuleNotFoundError(str(MATPLOTLIB_AVAILABLE))
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -33,9 +27,7 @@ def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: P
     ratio = "different tokens, no ratio" if comparison.ratio is None else f"{comparison.ratio:.3f}x"
     times.set_title(f"Static against dynamic context parallelism: {ratio}")
     _draw_sizes(sizes, dynamic)
-    beside = path.with_name(path.name + ".part")
-    figure.savefig(beside, format="png", dpi=120)
-    beside.replace(path)
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
 def _draw_times(axes: Any, static: Runs, dynamic: Runs) -> None:
