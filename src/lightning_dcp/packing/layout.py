@@ -35,40 +35,52 @@ class PackLayout:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], *, cp_size: int = 1, cp_rank: int = 0, tp_size: int = 1
+        cls,
+        lengths: Sequence[int] | NDArray[np.int64],
+        *,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        tp_size: int = 1,
     ) -> PackLayout:
         """A layout of checked values.
 
         Raises:
             ValueError: No sequence, a length or size below 1, or a rank outside the group.
         """
-        lengths = tuple(int(length) for length in lengths)
-        if not lengths:
+        array = np.array(lengths, np.int64)
+        if not len(array):
             raise ValueError("A micro-batch needs at least one sequence, found none.")
-        if min(lengths) < 1:
-            where = int(np.argmin(lengths))
-            raise ValueError(f"Sequence {where} of the pack has length {lengths[where]}.")
+        if array.min() < 1:
+            where = int(array.argmin())
+            raise ValueError(f"Sequence {where} of the pack has length {array[where]}.")
         if tp_size < 1:
             raise ValueError(f"tp_size must be at least 1, found {tp_size}.")
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, found {cp_rank}.")
-        return cls(lengths, cp_size, cp_rank, tp_size)
+        layout = cls(tuple(array.tolist()), cp_size, cp_rank, tp_size)
+        layout.__dict__["_lengths"] = array
+        return layout
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        return np.asarray(self.lengths, np.int64)
 
     @cached_property
     def padded_lengths(self) -> NDArray[np.int64]:
         """``[num_sequences]`` int64: tokens after padding, over the whole group."""
         align = row_alignment(self.cp_size, self.tp_size)
-        return -(-np.asarray(self.lengths, np.int64) // align) * align
+        return self._lengths if align == 1 else -(-self._lengths // align) * align
 
     @cached_property
     def cu_seqlens(self) -> NDArray[np.int32]:
         """``[num_sequences + 1]`` int32: boundaries of the real lengths."""
-        return _boundaries(np.asarray(self.lengths, np.int64))
+        return _boundaries(self._lengths)
 
     @cached_property
     def cu_seqlens_padded(self) -> NDArray[np.int32]:
         """``[num_sequences + 1]`` int32: boundaries of the padded lengths, over the whole group."""
-        return _boundaries(self.padded_lengths)
+        same = self.padded_lengths is self._lengths
+        return self.cu_seqlens if same else _boundaries(self.padded_lengths)
 
     @cached_property
     def row_starts(self) -> NDArray[np.int64]:
@@ -105,24 +117,44 @@ class PackLayout:
         return (size[:, None] * chunks).ravel(), np.repeat(size, 2)
 
     @cached_property
-    def positions(self) -> NDArray[np.int64]:
-        """``[num_rows]`` int64: each local row's position in its own sequence, padding included."""
+    def positions(self) -> NDArray[np.int32]:
+        """``[num_rows]`` int32: each local row's position in its own sequence, padding included."""
         first, num_rows = self.runs
         ends = np.cumsum(num_rows)
-        positions: NDArray[np.int64] = np.repeat(first - (ends - num_rows), num_rows)
-        positions += np.arange(len(positions))
+        positions = np.repeat((first - (ends - num_rows)).astype(np.int32), num_rows)
+        positions += np.arange(len(positions), dtype=np.int32)
         return positions
 
-    def rows_past_the_end(self, shift: int) -> NDArray[np.int64]:
-        """Local rows, ascending, whose position plus ``shift`` is no token of their sequence.
+    @cached_property
+    def runs_with_a_next_token(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``[number]`` int64 each: the last row of such runs, and the position of the next token.
 
-        They lie at the ends of runs and are few: at most the padding and ``shift`` a sequence.
-
-        Args:
-            shift: 0 gives the padding, 1 the rows without a next token.
+        They are the runs after which their sequence goes on, in a row of another rank or elsewhere
+        on this one; none without context parallelism.
         """
+        if self.cp_size == 1:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
         first, num_rows = self.runs
-        lengths = np.repeat(np.asarray(self.lengths, np.int64), 2 if self.cp_size > 1 else 1)
+        positions = first + num_rows
+        go_on = positions < np.repeat(self._lengths, 2)
+        return (np.cumsum(num_rows) - 1)[go_on], positions[go_on]
+
+    @cached_property
+    def padding_rows(self) -> NDArray[np.int64]:
+        """``[number]`` int64: local rows, ascending, that are padding; at the ends of runs."""
+        if self.padded_lengths is self._lengths:
+            return np.zeros(0, np.int64)
+        return self._rows_past_the_end(0)
+
+    @cached_property
+    def rows_without_a_next_token(self) -> NDArray[np.int64]:
+        """``[number]`` int64: padding, and the last token of each sequence, ascending."""
+        return self._rows_past_the_end(1)
+
+    def _rows_past_the_end(self, shift: int) -> NDArray[np.int64]:
+        """Local rows whose position plus ``shift`` is no token of their sequence."""
+        first, num_rows = self.runs
+        lengths = self._lengths if self.cp_size == 1 else np.repeat(self._lengths, 2)
         num_past = num_rows - np.clip(lengths - shift - first, 0, num_rows)
         shifts = np.cumsum(num_rows) - np.cumsum(num_past)
         return np.repeat(shifts, num_past) + np.arange(num_past.sum())
@@ -130,9 +162,14 @@ class PackLayout:
     @cached_property
     def is_token(self) -> NDArray[np.bool_]:
         """``[num_rows]`` bool: whether the local row is a token and not padding."""
-        is_token = np.ones(self.num_rows, np.bool_)
-        is_token[self.rows_past_the_end(0)] = False
-        return is_token
+        return ~self.is_padding
+
+    @cached_property
+    def is_padding(self) -> NDArray[np.bool_]:
+        """``[num_rows]`` bool: whether the local row is padding and not a token."""
+        is_padding = np.zeros(self.num_rows, np.bool_)
+        is_padding[self.padding_rows] = True
+        return is_padding
 
     @cached_property
     def gather_index(self) -> NDArray[np.int64]:
@@ -154,4 +191,6 @@ class PackLayout:
 
 
 def _boundaries(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    boundaries = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=boundaries[1:])
+    return boundaries
