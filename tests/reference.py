@@ -19,8 +19,13 @@ from lightning_dcp.model.config import ModelConfig
 Weights = dict[str, Tensor]
 
 
-def forward(weights: Weights, config: ModelConfig, ids: Tensor) -> Tensor:
-    """Logits ``[length, vocab_size]`` of one sequence ``[length]``."""
+def forward(
+    weights: Weights, config: ModelConfig, ids: Tensor, routers: list[Tensor] | None = None
+) -> Tensor:
+    """Logits ``[length, vocab_size]`` of one sequence ``[length]``.
+
+    ``routers`` gets the logits ``[length, experts]`` of each layer's router.
+    """
     hidden = weights["embedding.word_embeddings.weight"][ids]
     cos, sin = _rope(config, len(ids), hidden.dtype)
     for layer in range(config.num_layers):
@@ -29,11 +34,89 @@ def forward(weights: Weights, config: ModelConfig, ids: Tensor) -> Tensor:
         normed = _norm(hidden, names["input_layernorm.weight"], config)
         hidden = hidden + _attention(names, config, normed, cos, sin)
         normed = _norm(hidden, names["pre_mlp_layernorm.weight"], config)
-        gate, up = (normed @ names["mlp.linear_fc1.weight"].t()).chunk(2, -1)
-        hidden = hidden + (F.silu(gate) * up) @ names["mlp.linear_fc2.weight"].t()
+        if config.moe is None:
+            hidden = hidden + _mlp(names, "mlp", normed)
+        else:
+            hidden = hidden + _experts(names, config, normed, routers)
     hidden = _norm(hidden, weights["decoder.final_layernorm.weight"], config)
     output = weights.get("output_layer.weight", weights["embedding.word_embeddings.weight"])
     return (hidden @ output.t())[:, : config.vocab_size]
+
+
+def _mlp(names: Weights, prefix: str, x: Tensor) -> Tensor:
+    gate, up = (x @ names[f"{prefix}.linear_fc1.weight"].t()).chunk(2, -1)
+    return (F.silu(gate) * up) @ names[f"{prefix}.linear_fc2.weight"].t()
+
+
+def _experts(
+    names: Weights, config: ModelConfig, x: Tensor, routers: list[Tensor] | None
+) -> Tensor:
+    """Every expert on every token, weighed by the router: what dropless dispatching comes to."""
+    moe = config.moe
+    logits = x @ names["mlp.router.weight"].t()
+    if routers is not None:
+        routers.append(logits)
+    chosen = chosen_experts(config, logits, names.get("mlp.router.expert_bias"))
+    scores = logits.softmax(-1) if moe.score_function == "softmax" else logits.sigmoid()
+    scores = torch.where(chosen, scores, 0)
+    if moe.topk > 1:
+        scores = scores / scores.sum(-1, keepdim=True)
+    output = torch.zeros_like(x)
+    for expert in range(moe.num_experts):
+        of_expert = _mlp(names, f"mlp.experts.local_experts.{expert}", x)
+        output = output + scores[:, expert, None] * of_expert
+    if moe.shared_expert_ffn_hidden_size:
+        output = output + _mlp(names, "mlp.shared_experts", x)
+    return output
+
+
+def chosen_experts(config: ModelConfig, logits: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``[tokens, experts]`` bool: the best of each token; the bias chooses but does not weigh."""
+    scores = logits.softmax(-1) if config.moe.score_function == "softmax" else logits.sigmoid()
+    best = (scores if bias is None else scores + bias).topk(config.moe.topk, -1).indices
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, best, True)
+
+
+def _balance(config: ModelConfig, logits: Tensor) -> Tensor:
+    """Load-balancing loss of a set of tokens, from their router logits ``[tokens, experts]``."""
+    moe = config.moe
+    scores = logits.softmax(-1) if moe.score_function == "softmax" else logits.sigmoid()
+    if moe.score_function == "sigmoid":
+        scores = scores / scores.sum(-1, keepdim=True)
+    share = chosen_experts(config, logits).float().mean(0) / moe.topk
+    return moe.num_experts * (share * scores.mean(0)).sum()
+
+
+def _router_losses(
+    config: ModelConfig, routers: list[list[Tensor]], packs: list[tuple[int, ...]] | None
+) -> Tensor:
+    """Of a batch, from the router logits of each sample and layer."""
+    moe, total = config.moe, torch.zeros(())
+    if moe is None:
+        return total
+    for layer in range(len(routers[0])):
+        logits = [sample[layer] for sample in routers]
+        every = torch.cat(logits)
+        total = total + moe.z_loss_coeff * every.logsumexp(-1).square().mean()
+        if moe.seq_aux_loss_coeff:
+            of_sequences = torch.stack([_balance(config, one) for one in logits])
+            total = total + moe.seq_aux_loss_coeff * of_sequences.mean()
+        for pack in packs if packs is not None and moe.aux_loss_coeff else ():
+            packed = torch.cat([logits[sample] for sample in pack])
+            share = len(packed) / len(every)
+            total = total + moe.aux_loss_coeff * share * _balance(config, packed)
+    return total
+
+
+def _update_biases(config: ModelConfig, weights: Weights, routers: list[list[Tensor]]) -> None:
+    """Moves each expert's bias towards an even load, once a step."""
+    if config.moe is None or not config.moe.expert_bias:
+        return
+    for layer in range(config.num_layers):
+        bias = weights[f"decoder.layers.{layer}.mlp.router.expert_bias"]
+        logits = torch.cat([sample[layer].detach() for sample in routers])
+        counts = chosen_experts(config, logits, bias).sum(0).float()
+        bias += config.moe.expert_bias_update_rate * (counts.mean() - counts).sign()
 
 
 def _norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
@@ -82,19 +165,22 @@ def train(
     clip: float,
     adam_eps: float,
     sample_loss: Callable[[Tensor, int, int], tuple[Tensor, int]] | None = None,
+    packs: list[list[tuple[int, ...]]] | None = None,
 ) -> dict[str, object]:
     """Trains for one step a batch; the loss is the mean over the batch's target tokens.
 
     Args:
         sample_loss: From logits ``[length, vocab_size]``, batch and sample, the sum of the losses
             of the sample's target tokens, and how many they are; cross-entropy by default.
+        packs: For each batch the samples of each micro-batch, for the router's ``aux_loss``.
 
     Returns:
         ``losses`` and ``norms`` by step, ``grads`` by step and name (before clipping), ``weights``.
     """
-    weights = {k: torch.tensor(v).requires_grad_() for k, v in state.items()}
-    decayed = [w for w in weights.values() if w.dim() > 1]
-    kept = [w for w in weights.values() if w.dim() == 1]
+    weights = {k: torch.tensor(v) for k, v in state.items()}
+    trained = {k: w.requires_grad_() for k, w in weights.items() if not k.endswith("expert_bias")}
+    decayed = [w for w in trained.values() if w.dim() > 1]
+    kept = [w for w in trained.values() if w.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}],
         lr=lr,
@@ -105,19 +191,23 @@ def train(
     for index, batch in enumerate(batches):
         optimizer.zero_grad()
         total, num_tokens = torch.zeros(()), 0
+        routers: list[list[Tensor]] = []
         for sample, ids in enumerate(map(torch.tensor, batch)):
-            logits = forward(weights, config, ids)
+            routers.append([])
+            logits = forward(weights, config, ids, routers[-1])
             if sample_loss is None:
                 part, count = F.cross_entropy(logits[:-1], ids[1:], reduction="sum"), len(ids) - 1
             else:
                 part, count = sample_loss(logits, index, sample)
             total, num_tokens = total + part, num_tokens + count
         loss = total / max(num_tokens, 1)
-        loss.backward()
+        of_routers = _router_losses(config, routers, packs[index] if packs else None)
+        (loss + of_routers).backward()
         losses.append(float(loss.detach()))
-        grads.append({k: w.grad.numpy().copy() for k, w in weights.items()})
-        norms.append(float(torch.nn.utils.clip_grad_norm_(list(weights.values()), clip)))
+        grads.append({k: w.grad.numpy().copy() for k, w in trained.items()})
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), clip)))
         optimizer.step()
+        _update_biases(config, weights, routers)
     return {
         "losses": losses,
         "norms": norms,

@@ -81,7 +81,7 @@ def test_heads_that_tensor_parallelism_does_not_divide():
     [
         ({}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         ({}, {"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value'"),
-        ({"pipeline_model_parallel_size": 2}, {}, "pipeline_model_parallel_size=2"),
+        ({"virtual_pipeline_model_parallel_size": 2}, {}, "virtual_pipeline_model_parallel_size=2"),
         ({"expert_model_parallel_size": 2}, {}, "expert_model_parallel_size=2"),
         ({}, {"sync_batchnorm": True}, "sync_batchnorm"),
     ],

@@ -112,6 +112,7 @@ class DynamicCPModule(LightningModule):
             strategy.context,
             dtype=strategy.precision_plugin.dtype,
             seed=self.seed,
+            recompute=strategy.recompute,
         )
         self._built_on = strategy.context
         if kept is not None:

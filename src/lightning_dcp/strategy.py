@@ -51,6 +51,7 @@ from lightning_dcp.engine import (
     load_full_optimizer_state,
     wrap_ddp,
 )
+from lightning_dcp.model import Recompute
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.parallel import (
     ParallelContext,
@@ -85,8 +86,11 @@ class DynamicCPStrategy(ParallelStrategy):
             minimise times that were measured. None for the figures of an 8B model on H200.
         dynamic_context_parallel: False runs the same batches with every micro-batch on
             ``context_parallel_size`` ranks, to compare with.
-        pipeline_model_parallel_size: Pipeline stages; only 1 so far.
-        expert_model_parallel_size: Ranks that share the experts; only 1 so far.
+        pipeline_model_parallel_size: Pipeline stages.
+        virtual_pipeline_model_parallel_size: Model chunks that each stage runs in turn.
+        expert_model_parallel_size: Ranks of a stage that share the experts.
+        sequence_parallel: Share rows among tensor-parallel ranks between their matrix products.
+        recompute: What the backward pass computes again to save memory; nothing by default.
         use_distributed_optimizer: Shard optimizer states over the DPxCP pool.
         overlap_grad_reduce: Reduce gradients while the last micro-batch's backward pass runs.
         timeout: Of the process groups.
@@ -118,7 +122,10 @@ class DynamicCPStrategy(ParallelStrategy):
         cost_model: str | None = None,
         dynamic_context_parallel: bool = True,
         pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int = 1,
         expert_model_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = Recompute(),
         use_distributed_optimizer: bool = True,
         overlap_grad_reduce: bool = False,
         timeout: timedelta | None = default_pg_timeout,
@@ -146,7 +153,10 @@ class DynamicCPStrategy(ParallelStrategy):
         self.tensor_model_parallel_size = tensor_model_parallel_size
         self.context_parallel_size = context_parallel_size
         self.pipeline_model_parallel_size = pipeline_model_parallel_size
+        self.virtual_pipeline_model_parallel_size = virtual_pipeline_model_parallel_size
         self.expert_model_parallel_size = expert_model_parallel_size
+        self.sequence_parallel = sequence_parallel
+        self.recompute = recompute
         self.dynamic_context_parallel = dynamic_context_parallel
         self.planner: str = planner or ("balanced" if dynamic_context_parallel else "static")
         self.cost_model = cost_model
@@ -232,6 +242,8 @@ class DynamicCPStrategy(ParallelStrategy):
             world_size=self.world_size,
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            sequence_parallel=self.sequence_parallel,
             expert_model_parallel_size=self.expert_model_parallel_size,
             context_parallel_size=self.context_parallel_size,
         )

@@ -19,9 +19,9 @@ from lightning_dcp.engine import (
     full_model_state,
     wrap_ddp,
 )
-from lightning_dcp.engine.checkpoint import _merge_over_tp
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import ModelConfig, build_gpt_model, hidden_states
+from lightning_dcp.model.whole import merge_over_tp
 from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
 
 CONFIG = ModelConfig(
@@ -108,7 +108,7 @@ def train(
             losses.append(float(result.loss))
             grads.append(
                 {
-                    name: _merge_over_tp(p.main_grad, p, context).detach().numpy().copy()
+                    name: merge_over_tp(p.main_grad, p, context).detach().numpy().copy()
                     for name, p in model.named_parameters()
                 }
             )

@@ -56,7 +56,7 @@ class Pack:
     def token_of_row(self, layout: PackLayout) -> Tensor:
         """For each row of a rank, which token of the pack it is."""
         starts = layout.cu_seqlens_padded[layout.sequence_of_row]
-        return torch.from_numpy(starts + layout.positions)
+        return torch.from_numpy(starts + layout.positions).long()
 
     def documents(self) -> list[slice]:
         """The tokens of each document, without its padding."""

@@ -13,6 +13,7 @@ NAMES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
 
@@ -45,10 +46,34 @@ def test_sizes_that_are_no_ints(name, value):
         ParallelSizes(**{"world_size": 4, name: value})
 
 
-@pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
-def test_what_is_not_there_yet(name):
-    with pytest.raises(NotImplementedError, match=f"{name}=2: only 1 is supported"):
-        ParallelSizes(**{"world_size": 4, name: 2})
+def test_pipeline_and_experts_shape_the_pool():
+    sizes = ParallelSizes(
+        world_size=8, pipeline_model_parallel_size=2, expert_model_parallel_size=4
+    )
+    assert sizes.dp_cp_size == 4
+    assert sizes.needs_lockstep
+    assert not ParallelSizes(world_size=8, tensor_model_parallel_size=2).needs_lockstep
+
+
+def test_experts_that_the_ranks_of_a_stage_cannot_share():
+    message = (
+        r"4 ranks of a pipeline stage \(world size 8 / PP 2\) are not a multiple of "
+        "expert_model_parallel_size=3"
+    )
+    with pytest.raises(ValueError, match=message):
+        ParallelSizes(world_size=8, pipeline_model_parallel_size=2, expert_model_parallel_size=3)
+
+
+def test_virtual_stages_without_a_pipeline():
+    with pytest.raises(ValueError, match="virtual_pipeline_model_parallel_size=2 cuts the stages"):
+        ParallelSizes(world_size=4, virtual_pipeline_model_parallel_size=2)
+
+
+def test_sequence_parallelism_without_tensor_parallelism():
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 1"):
+        ParallelSizes(world_size=4, sequence_parallel=True)
+    with pytest.raises(TypeError, match="sequence_parallel must be True or False, found 1"):
+        ParallelSizes(world_size=4, tensor_model_parallel_size=2, sequence_parallel=1)
 
 
 @pytest.mark.parametrize(("world", "tp"), [(3, 2), (8, 3), (2, 4)])

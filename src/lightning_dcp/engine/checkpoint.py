@@ -1,8 +1,8 @@
 """Whole weights and optimizer states from sharded ones, and back, for any number of ranks.
 
-A checkpoint holds every tensor whole, by the parameter's name: it can be read without this package,
-and resumed on another number of DPxCP or tensor-parallel ranks. Rank 0 holds all of it on the host
-while it is saved. All functions here are collectives.
+A checkpoint holds every tensor whole, by the parameter's name in the whole model: it can be read
+without this package, and resumed on another number of ranks, DPxCP, tensor, expert or pipeline
+parallel. Rank 0 holds all of it on the host while it is saved. All functions here are collectives.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from lightning_dcp.engine.optimizer import MegatronOptimizer
+from lightning_dcp.model.whole import WholeNames, is_copy, merge_over_tp, split_for_tp, tied_to
 from lightning_dcp.parallel import ParallelContext
 
 _FORMAT = "lightning_dcp.optimizer.v1"
@@ -23,19 +24,64 @@ _EXTRA_STATE = "_extra_state"
 
 
 def full_model_state(module: torch.nn.Module, context: ParallelContext) -> dict[str, Tensor]:
-    """The state dict of ``module`` with tensor-parallel shards put together, on the host.
+    """The state dict of the whole model, on the host.
 
     Returns:
         On global rank 0 the whole state dict, elsewhere an empty one.
     """
+    tensors = {
+        name: tensor
+        for name, tensor in module.state_dict().items()
+        if not name.endswith(_EXTRA_STATE)
+    }
+    return gather_whole(tensors, module, context)
+
+
+def gather_whole(
+    tensors: Mapping[str, Tensor], module: torch.nn.Module, context: ParallelContext
+) -> dict[str, Tensor]:
+    """Tensors of all ranks, tensor-parallel shards put together, by their names in the whole model.
+
+    Args:
+        tensors: This rank's, by the names that parameters and buffers have in ``module``, and of
+            their shapes: weights, gradients, moments.
+        module: What the names are of.
+        context: The parallel state.
+
+    Returns:
+        On global rank 0 all of them, on the host; elsewhere an empty dict.
+    """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    whole = {}
-    for name, tensor in module.state_dict().items():
-        if name.endswith(_EXTRA_STATE):
+    names = WholeNames(module)
+    mine = {}
+    for name, tensor in tensors.items():
+        parameter = parameters.get(name)
+        if parameter is not None and is_copy(name, parameter):
             continue
-        merged = _merge_over_tp(tensor, parameters.get(name), context)
+        mine[names(name)] = merge_over_tp(tensor, parameter, context).detach().cpu()
+    return _bring_to_first(mine, context)
+
+
+def _bring_to_first(mine: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
+    """What the ranks hold between them, on global rank 0; each tensor is sent once, by its owner.
+
+    The owner is the first rank that has it.
+    """
+    facts = {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
+    of_ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, facts, group=context.host_group)
+    owners = {name: rank for rank in reversed(range(len(of_ranks))) for name in of_ranks[rank]}
+    whole = {}
+    for name, owner in sorted(owners.items()):
         if dist.get_rank() == 0:
-            whole[name] = merged.detach().cpu().clone()
+            if owner == 0:
+                whole[name] = mine[name].clone()
+                continue
+            shape, dtype = of_ranks[owner][name]
+            whole[name] = torch.empty(shape, dtype=dtype)
+            dist.recv(whole[name], src=owner, group=context.host_group)
+        elif dist.get_rank() == owner:
+            dist.send(mine[name].contiguous(), dst=0, group=context.host_group)
     return whole
 
 
@@ -52,35 +98,54 @@ def load_full_model_state(
         RuntimeError: Keys or shapes differ (torch's own error).
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    local: dict[str, Any] = {
-        name: _split_for_tp(tensor, parameters.get(name), context) for name, tensor in state.items()
-    }
+    names = WholeNames(module)
+    rest = dict(state)
+    local: dict[str, Any] = {}
     for name, value in module.state_dict().items():
+        parameter = parameters.get(name)
         if name.endswith(_EXTRA_STATE):
-            local.setdefault(name, value)
+            local[name] = value
+            continue
+        whole_name = names(name)
+        if parameter is not None and is_copy(name, parameter):
+            whole_name = tied_to(whole_name)
+        if whole_name in state:
+            local[name] = split_for_tp(state[whole_name], parameter, context)
+            rest.pop(whole_name, None)
+    # What no rank has a place for is an error, which torch words; the rest is other ranks'.
+    local |= {name: rest[name] for name in rest.keys() - _names_of_all_ranks(module, context)}
     module.load_state_dict(local, strict=strict)
+
+
+def _names_of_all_ranks(module: torch.nn.Module, context: ParallelContext) -> set[str]:
+    names = WholeNames(module)
+    of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    mine = {names(name) for name in module.state_dict()}
+    dist.all_gather_object(of_ranks, mine, group=context.host_group)
+    return set().union(*of_ranks)
 
 
 def full_optimizer_state(
     optimizer: MegatronOptimizer, module: torch.nn.Module, context: ParallelContext
 ) -> dict[str, Any]:
-    """The optimizer's states with DPxCP and tensor-parallel shards put together, on the host.
+    """The optimizer's states, put together from the shards of all ranks, on the host.
 
     Returns:
-        On global rank 0 a dict of the groups' settings, the step, and for each parameter's name its
-        float32 master weight (``param``) and moments; elsewhere an empty dict.
+        On global rank 0 a dict of the groups' settings, the step, and for each parameter's name in
+        the whole model its float32 master weight (``param``) and moments; elsewhere an empty dict.
     """
     shards = list(_shards(optimizer, module))
     keys = _all_keys(shards)
     step = _step_number(shards, optimizer, context)
-    states = {
-        name: {
-            key: whole
-            for key in keys
-            if (whole := _gather_state(key, parameter, shard, context)) is not None
+    states: dict[str, dict[str, Tensor]] = {}
+    for key in keys:
+        mine = {
+            name: whole
+            for name, parameter, shard in shards
+            if (whole := _gather_over_pool(key, parameter, shard, context)) is not None
         }
-        for name, parameter, shard in shards
-    }
+        for name, tensor in gather_whole(mine, module, context).items():
+            states.setdefault(name, {})[key] = tensor
     if dist.get_rank() != 0:
         return {}
     groups = [
@@ -101,19 +166,33 @@ def load_full_optimizer_state(
     Raises:
         ValueError: Not such a state, or of another model or optimizer; the message says which.
     """
-    _check_state(optimizer, module, state)
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update(saved)
+    names = WholeNames(module)
+    _check_state(module, state, context)
+    _load_groups(optimizer, state["param_groups"])
     for name, parameter, shard in _shards(optimizer, module):
         if shard is None:
             continue
-        whole = state["state"][name]
-        shard.load({key: _split_for_tp(whole[key], parameter, context) for key in whole})
+        whole_name = names(name)
+        if is_copy(name, parameter):
+            whole_name = tied_to(whole_name)
+        whole = state["state"][whole_name]
+        shard.load({key: split_for_tp(whole[key], parameter, context) for key in whole})
         shard.set_step(state["step"])
 
 
+def _load_groups(optimizer: MegatronOptimizer, saved: list[dict[str, Any]]) -> None:
+    """Restores the groups' settings; which groups a rank has depends on its layers and experts."""
+    of_kind = {_kind_of(group): group for group in reversed(saved)}
+    for group in optimizer.param_groups:
+        group.update(of_kind.get(_kind_of(group), {}))
+
+
+def _kind_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in ("wd_mult", "lr_mult", "is_expert_parallel"))
+
+
 def _check_state(
-    optimizer: MegatronOptimizer, module: torch.nn.Module, state: Mapping[str, Any]
+    module: torch.nn.Module, state: Mapping[str, Any], context: ParallelContext
 ) -> None:
     if state.get("format") != _FORMAT:
         raise ValueError(
@@ -121,17 +200,20 @@ def _check_state(
             f"{state.get('format')!r}, expected {_FORMAT!r}). Load the weights alone, with "
             "trainer.fit(module) after loading them in configure_model."
         )
-    expected = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names = WholeNames(module)
+    of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    mine = {
+        names(name)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not is_copy(name, parameter)
+    }
+    dist.all_gather_object(of_ranks, mine, group=context.host_group)
+    expected = set().union(*of_ranks)
     if expected != set(state["state"]):
         missing, extra = expected - set(state["state"]), set(state["state"]) - expected
         raise ValueError(
             "The checkpoint's optimizer state is of another model: it lacks "
             f"{sorted(missing)[:3] or 'nothing'} and has {sorted(extra)[:3] or 'nothing'} more."
-        )
-    if len(optimizer.param_groups) != len(state["param_groups"]):
-        raise ValueError(
-            f"The optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint "
-            f"{len(state['param_groups'])}. Use the optimizer that the checkpoint was made with."
         )
 
 
@@ -223,44 +305,18 @@ def _step_number(
     return int(step)
 
 
-def _gather_state(
+def _gather_over_pool(
     key: str, parameter: Tensor, shard: _Shard | None, context: ParallelContext
 ) -> Tensor | None:
-    """One whole state tensor on global rank 0; None elsewhere, and where nobody has it."""
+    """A state of this rank's whole parameter, from the ranks that share it; None if none has it."""
     mine = None if shard is None else shard.tensors.get(key)
     partial = torch.zeros(parameter.numel() + 1, dtype=torch.float32, device=parameter.device)
     if mine is not None and shard is not None:
         partial[shard.first : shard.first + mine.numel()] = mine.detach().flatten()
         partial[-1] = 1
-    pool = context.pg_collection.dp_cp
+    # Experts have replicas of their own, which Megatron-Core marks.
+    is_expert = not getattr(parameter, "allreduce", True)
+    groups = context.pg_collection
     if shard is None or shard.is_partial:
-        dist.all_reduce(partial, group=pool)
-    if not partial[-1]:
-        return None
-    whole = _merge_over_tp(partial[:-1].view_as(parameter), parameter, context)
-    return whole.cpu().clone() if dist.get_rank() == 0 else None
-
-
-def _merge_over_tp(tensor: Tensor, parameter: Tensor | None, context: ParallelContext) -> Tensor:
-    """The whole of a tensor that tensor parallelism splits like ``parameter``."""
-    tp_size = context.sizes.tensor_model_parallel_size
-    if tp_size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return tensor
-    shards = [torch.empty_like(tensor) for _ in range(tp_size)]
-    dist.all_gather(shards, tensor.contiguous(), group=context.pg_collection.tp)
-    dim, stride = _partition(parameter)
-    # A gated MLP's first layer is split stride-wise: each rank holds its part of both halves.
-    strides = [shard.chunk(stride, dim) for shard in shards]
-    return torch.cat([strides[rank][i] for i in range(stride) for rank in range(tp_size)], dim)
-
-
-def _split_for_tp(tensor: Tensor, parameter: Tensor | None, context: ParallelContext) -> Tensor:
-    tp_size = context.sizes.tensor_model_parallel_size
-    if tp_size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return tensor
-    dim, stride = _partition(parameter)
-    return torch.cat(tensor.chunk(stride * tp_size, dim)[context.tp_rank :: tp_size], dim)
-
-
-def _partition(parameter: Any) -> tuple[int, int]:
-    return parameter.partition_dim, parameter.partition_stride
+        dist.all_reduce(partial, group=groups.expt_dp if is_expert else groups.dp_cp)
+    return partial[:-1].view_as(parameter) if partial[-1] else None

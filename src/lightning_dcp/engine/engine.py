@@ -15,12 +15,13 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_dcp.alignment import rows_per_rank
 from lightning_dcp.engine.agreement import agree_on_lengths
 from lightning_dcp.engine.ahead import PlanAhead
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
-from lightning_dcp.parallel import ParallelContext, bind_micro_batch
-from lightning_dcp.planning import CostModel, Plan, plan_global_batch
+from lightning_dcp.parallel import BatchTotals, ParallelContext, bind_micro_batch
+from lightning_dcp.planning import CostModel, Plan, Step, plan_global_batch
 
 MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are."""
@@ -154,6 +155,11 @@ class DynamicCPEngine:
     def micro_batches(self, planned: PlannedBatch) -> Iterator[MicroBatch]:
         """This rank's micro-batches, one a step of the plan, bound and on its device."""
         rank = self.context.pool_rank
+        totals = BatchTotals(
+            tokens=sum(planned.plan.lengths),
+            sequences=len(planned.plan.lengths),
+            targets=planned.batch.num_targets.to(self.context.device, non_blocking=True),
+        )
         for step in planned.plan.steps:
             group = step.group_of(rank)
             micro_batch = pack_micro_batch(
@@ -165,7 +171,23 @@ class DynamicCPEngine:
                 target_extras=planned.target_extras,
             )
             micro_batch.to(self.context.device, non_blocking=True)
-            yield bind_micro_batch(micro_batch, self.context.cp_groups)
+            yield bind_micro_batch(
+                micro_batch,
+                self.context.cp_groups,
+                batch_totals=totals,
+                max_rows_of_step=self._most_rows(planned.plan, step),
+            )
+
+    def _most_rows(self, plan: Plan, step: Step) -> int:
+        """The most rows that any rank has in a step."""
+        tp_size = self.context.sizes.tensor_model_parallel_size
+        return max(
+            sum(
+                rows_per_rank(plan.lengths[sample], group.size, tp_size)
+                for sample in group.sample_ids
+            )
+            for group in step.groups
+        )
 
     def train_step(
         self,

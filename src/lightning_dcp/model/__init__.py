@@ -1,7 +1,16 @@
 """The model: Megatron-Core's GPTModel, with attention for packed sequences under any CP group."""
 
 from lightning_dcp.model.build import build_gpt_model
-from lightning_dcp.model.config import ModelConfig
+from lightning_dcp.model.config import ModelConfig, Recompute
+from lightning_dcp.model.moe_config import MoEConfig
 from lightning_dcp.model.outputs import HiddenStates, hidden_states, whole_logits
 
-__all__ = ["HiddenStates", "ModelConfig", "build_gpt_model", "hidden_states", "whole_logits"]
+__all__ = [
+    "HiddenStates",
+    "MoEConfig",
+    "ModelConfig",
+    "Recompute",
+    "build_gpt_model",
+    "hidden_states",
+    "whole_logits",
+]

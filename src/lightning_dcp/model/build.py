@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
-    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_layer_with_transformer_engine_submodules,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from lightning_dcp.model.attention import PackedAttention
-from lightning_dcp.model.config import ModelConfig, transformer_config
+from lightning_dcp.model.config import ModelConfig, Recompute, transformer_config
+from lightning_dcp.model.moe import PackedMoELayer, PackedTopKRouter
+from lightning_dcp.model.norm import RMSNorm
+from lightning_dcp.model.whole import initialize, mark_whole_experts
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 
 # Rope needs no table of positions; Megatron-Core asks for the number all the same.
@@ -32,8 +41,10 @@ def build_gpt_model(
     *,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    recompute: Recompute = Recompute(),
+    virtual_stage: int | None = None,
 ) -> GPTModel:
-    """Builds the model of this rank; CP hooks are not installed yet.
+    """Builds the model of this rank, or one chunk of it; CP hooks are not installed yet.
 
     TransformerEngine serves it where it is installed and there is a GPU; PyTorch elsewhere.
 
@@ -42,47 +53,93 @@ def build_gpt_model(
         context: The parallel state.
         dtype: Of the weights.
         seed: Of the initial weights; the same on all ranks. The caller's random state is kept.
+        recompute: What the backward pass computes again.
+        virtual_stage: Which of this rank's chunks, under virtual pipeline stages.
 
     Raises:
-        ValueError: A tensor-parallel size that does not divide what it splits.
+        ValueError: A parallel size that does not divide what it splits.
     """
-    config.check_tensor_parallel(context.sizes.tensor_model_parallel_size)
+    config.check_parallel(context.sizes)
     fused = HAVE_TE and not context.cpu_mode
-    spec = _fused_spec(config) if fused else _torch_spec(config)
     with _seeded(seed, context), quiet_megatron():
+        megatron_config = transformer_config(
+            config,
+            context.sizes,
+            dtype=dtype,
+            cpu=context.cpu_mode,
+            fused=fused,
+            recompute=recompute,
+        )
+        layer = _fused_layer(config) if fused else _torch_layer(config)
         model = GPTModel(
-            config=transformer_config(
-                config, context.sizes, dtype=dtype, cpu=context.cpu_mode, fused=fused
-            ),
-            transformer_layer_spec=spec,
+            config=megatron_config,
+            transformer_layer_spec=_block(layer, megatron_config, virtual_stage, fused=fused),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=_ANY_SEQUENCE_LENGTH,
             position_embedding_type="rope",
             rotary_base=config.rotary_base,
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             pg_collection=context.pg_collection,
+            pre_process=context.starts_model(virtual_stage),
+            post_process=context.ends_model(virtual_stage),
+            vp_stage=virtual_stage,
         )
-        # Torch's norms make their weights in the default type.
-        return model.to(dtype)
+        mark_whole_experts(model)
+        initialize(model, megatron_config, context, seed=seed)
+        return model
 
 
-def _fused_spec(config: ModelConfig) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+def _fused_layer(config: ModelConfig) -> TransformerLayerSubmodules:
+    submodules = get_gpt_layer_with_transformer_engine_submodules(
+        num_experts=config.moe.num_experts if config.moe else None,
+        moe_grouped_gemm=config.moe is not None,
+        qk_layernorm=config.qk_layernorm,
+    )
+    return _with_packed_experts(submodules, config)
 
 
-def _torch_spec(config: ModelConfig) -> TransformerBlockSubmodules:
-    """Megatron-Core's local layer with our attention, and torch's norm at the end of the block.
+def _torch_layer(config: ModelConfig) -> TransformerLayerSubmodules:
+    """Megatron-Core's local layer with our attention and norm.
 
-    The norm is named here because Megatron-Core would otherwise take TransformerEngine's wherever
-    that is importable, GPU or not.
+    The norms are named because Megatron-Core would otherwise take TransformerEngine's wherever that
+    is importable, GPU or not.
     """
     submodules = get_gpt_layer_local_submodules(
-        qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.moe.num_experts if config.moe else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
-    submodules.self_attention.submodules.core_attention = PackedAttention
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return _with_packed_experts(submodules, config)
+
+
+def _with_packed_experts(
+    submodules: TransformerLayerSubmodules, config: ModelConfig
+) -> TransformerLayerSubmodules:
+    if config.moe is not None:
+        mlp: Any = submodules.mlp
+        experts = copy.copy(mlp.keywords["submodules"])
+        experts.router = PackedTopKRouter
+        submodules.mlp = partial(PackedMoELayer, submodules=experts)
+    return submodules
+
+
+def _block(
+    submodules: TransformerLayerSubmodules,
+    config: TransformerConfig,
+    virtual_stage: int | None,
+    *,
+    fused: bool,
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's stage, and the norm after the last one."""
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
+    num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * config.num_layers, layer_norm=WrappedTorchNorm
+        layer_specs=[layer] * num_layers, layer_norm=TENorm if fused else RMSNorm
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from lightning_dcp.model.moe_config import MoEConfig
 from lightning_dcp.parallel.sizes import ParallelSizes
 from lightning_dcp.planning import ModelSizes
 
@@ -42,6 +44,8 @@ class ModelConfig:
     """Added to the mean square in RMSNorm."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
+    moe: MoEConfig | None = None
+    """Experts in place of the MLPs; None for a dense model."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -99,7 +103,59 @@ class ModelConfig:
             head_dim=self.head_width,
             intermediate_size=self.ffn_width,
             vocab_size=self.vocab_size,
+            **self._moe_sizes(),
         )
+
+    def _moe_sizes(self) -> dict[str, int]:
+        if self.moe is None:
+            return {}
+        return {
+            "num_experts": self.moe.num_experts,
+            "num_experts_per_tok": self.moe.topk,
+            "moe_intermediate_size": self.moe.ffn_hidden_size or self.ffn_width,
+            "shared_expert_intermediate_size": self.moe.shared_expert_ffn_hidden_size or 0,
+        }
+
+    def check_parallel(self, sizes: ParallelSizes) -> None:
+        """Refuses parallel sizes that do not divide what they split.
+
+        Raises:
+            ValueError: TP, EP, PP or VPP does not divide heads, experts or layers; expert
+                parallelism without experts; or experts under TP without sequence parallelism.
+        """
+        self.check_tensor_parallel(sizes.tensor_model_parallel_size)
+        stages = sizes.pipeline_model_parallel_size * sizes.virtual_pipeline_model_parallel_size
+        if self.num_layers % stages:
+            raise ValueError(
+                f"num_layers={self.num_layers} is not a multiple of the pipeline's stages: "
+                f"pipeline_model_parallel_size={sizes.pipeline_model_parallel_size} x "
+                "virtual_pipeline_model_parallel_size="
+                f"{sizes.virtual_pipeline_model_parallel_size} = {stages}."
+            )
+        ep_size = sizes.expert_model_parallel_size
+        if self.moe is None:
+            if ep_size > 1:
+                raise ValueError(
+                    f"expert_model_parallel_size={ep_size} shares experts among ranks, and the "
+                    "model has none. Leave it at 1, or give model.moe."
+                )
+            return
+        if self.moe.num_experts % ep_size:
+            raise ValueError(
+                f"expert_model_parallel_size={ep_size} does not divide moe.num_experts="
+                f"{self.moe.num_experts}."
+            )
+        if sizes.tensor_model_parallel_size > 1 and not sizes.sequence_parallel:
+            raise ValueError(
+                f"tensor_model_parallel_size={sizes.tensor_model_parallel_size} with experts needs "
+                "sequence_parallel=True: every tensor-parallel rank would route the same rows."
+            )
+        if self.moe.token_dispatcher == "allgather" and sizes.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "moe.token_dispatcher='allgather' does not work with "
+                f"pipeline_model_parallel_size={sizes.pipeline_model_parallel_size}: Megatron-Core "
+                "sends packs of varying lengths between stages with 'alltoall' only."
+            )
 
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Refuses a tensor-parallel size that does not divide what it splits.
@@ -119,8 +175,55 @@ class ModelConfig:
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What the forward pass throws away and the backward pass computes again, to save memory.
+
+    Raises:
+        ValueError: Options of one granularity with the other.
+    """
+
+    granularity: Literal["full", "selective"] | None = None
+    """full: whole layers; selective: the named modules of each layer; None: nothing."""
+    method: Literal["uniform", "block"] = "uniform"
+    """full only. uniform: chunks of num_layers layers; block: the first num_layers of a stage."""
+    num_layers: int = 1
+    """full only. Layers of a chunk, or of the block."""
+    modules: tuple[str, ...] = ("core_attn",)
+    """selective only. core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
+
+    def __post_init__(self) -> None:
+        known = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+        unknown = sorted(set(self.modules) - set(known))
+        if unknown:
+            raise ValueError(f"recompute.modules are of {known}, found {unknown}.")
+        if self.num_layers < 1:
+            raise ValueError(f"recompute.num_layers must be at least 1, found {self.num_layers}.")
+
+    def megatron_options(self) -> dict[str, Any]:
+        """Megatron-Core's options."""
+        if self.granularity == "full":
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": self.method,
+                "recompute_num_layers": self.num_layers,
+            }
+        if self.granularity == "selective":
+            return {
+                "recompute_granularity": "selective",
+                "recompute_modules": list(self.modules),
+            }
+        return {}
+
+
 def transformer_config(
-    config: ModelConfig, sizes: ParallelSizes, *, dtype: torch.dtype, cpu: bool, fused: bool
+    config: ModelConfig,
+    sizes: ParallelSizes,
+    *,
+    dtype: torch.dtype,
+    cpu: bool,
+    fused: bool,
+    recompute: Recompute = Recompute(),
 ) -> TransformerConfig:
     """Megatron-Core's config of the model.
 
@@ -130,7 +233,11 @@ def transformer_config(
         dtype: Of the weights: ``torch.float32`` or ``torch.bfloat16``.
         cpu: Whether the run is in CPU mode.
         fused: Whether TransformerEngine's kernels serve the model.
+        recompute: What the backward pass computes again.
     """
+    options = recompute.megatron_options() | _pipeline_options(sizes, dtype)
+    if config.moe is not None:
+        options |= config.moe.megatron_options(config.ffn_width, grouped_gemm=fused)
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -147,6 +254,8 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=config.init_method_std,
+        # The weights are drawn by their names afterwards, the same in any layout of ranks.
+        perform_initialization=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Losses are sums of token losses; the engine divides once, by all target tokens.
@@ -155,6 +264,7 @@ def transformer_config(
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
         context_parallel_size=sizes.context_parallel_size,
         expert_model_parallel_size=sizes.expert_model_parallel_size,
+        sequence_parallel=sizes.sequence_parallel,
         use_cpu_initialization=cpu,
         apply_rope_fusion=fused,
         bias_activation_fusion=not cpu,
@@ -162,4 +272,22 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **options,
     )
+
+
+def _pipeline_options(sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, Any]:
+    if sizes.pipeline_model_parallel_size == 1:
+        return {}
+    virtual = sizes.virtual_pipeline_model_parallel_size
+    return {
+        "pipeline_dtype": dtype,
+        # Stages send the shape ahead. Megatron-Core allows it with this dispatcher only, in dense
+        # models too.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        # Two stages send in both directions between one pair of ranks: batched, they get swapped.
+        "overlap_p2p_comm": virtual > 1,
+        "batch_p2p_comm": virtual == 1,
+    }

@@ -42,8 +42,28 @@ class GlobalBatch:
         """``[num_samples]`` int64: tokens of each sample."""
         return self.input_ids.lengths
 
+    @property
+    def num_targets(self) -> Tensor:
+        """int64 scalar: tokens of all samples that are targets; a sample's first one never is."""
+        lengths = self.labels.lengths
+        is_target = _token_rows(self.labels) != IGNORE_INDEX
+        if self.loss_mask is not None:
+            is_target &= _token_rows(self.loss_mask).bool()
+        firsts = torch.from_numpy(np.cumsum(lengths) - lengths).to(is_target.device)
+        return is_target.count_nonzero() - is_target.index_select(0, firsts).count_nonzero()
+
     def __len__(self) -> int:
         return len(self.lengths)
+
+
+def _token_rows(jagged: Jagged) -> Tensor:
+    """The values of all samples one after the other, without what lies between them."""
+    firsts = np.cumsum(jagged.lengths) - jagged.lengths
+    if np.array_equal(jagged.starts - jagged.starts[0], firsts):
+        first = int(jagged.starts[0])
+        return jagged.values[first : first + int(jagged.lengths.sum())]
+    index = np.repeat(jagged.starts - firsts, jagged.lengths) + np.arange(jagged.lengths.sum())
+    return jagged.values.index_select(0, torch.from_numpy(index).to(jagged.values.device))
 
 
 def read_global_batch(batch: Mapping[str, Any], *, vocab_size: int | None = None) -> GlobalBatch:

@@ -1,6 +1,11 @@
 """Ranks, process groups and CPU mode: the only folder that touches Megatron's parallel state."""
 
-from lightning_dcp.parallel.binding import BoundSequences, bind_micro_batch, install_cp_hooks
+from lightning_dcp.parallel.binding import (
+    BatchTotals,
+    BoundSequences,
+    bind_micro_batch,
+    install_cp_hooks,
+)
 from lightning_dcp.parallel.context import ParallelContext, setup_parallel
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode
 from lightning_dcp.parallel.groups import DynamicCPGroups, cp_sizes_of_pool
@@ -8,6 +13,7 @@ from lightning_dcp.parallel.quiet import quiet_megatron
 from lightning_dcp.parallel.sizes import ParallelSizes
 
 __all__ = [
+    "BatchTotals",
     "BoundSequences",
     "DynamicCPGroups",
     "ParallelContext",

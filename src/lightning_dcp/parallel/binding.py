@@ -1,9 +1,14 @@
-"""Hooks that put a micro-batch's CP group into Megatron-Core's model.
+"""Hooks that put a micro-batch, with its CP group, into Megatron-Core's model.
 
 ``SelfAttention`` takes rope's CP group from its ``pg_collection.cp``, which is the static group,
 and not from ``packed_seq_params.cp_group``. Each attention module therefore gets its own copy of
 the collection, whose ``cp`` is swapped around its forward. The micro-batch's group arrives as a
 keyword argument there, so a recomputed forward sees the right group too.
+
+Modules that are not handed the packed boundaries (routers, heads) have an attribute ``sequences``
+instead. It is set when the model starts on a micro-batch, and again when the backward pass of that
+micro-batch reaches the model: layers that are recomputed there see their own micro-batch, also when
+a pipeline has run others in between.
 """
 
 from __future__ import annotations
@@ -23,28 +28,69 @@ from lightning_dcp.packing import MicroBatch, PackLayout
 from lightning_dcp.parallel.groups import DynamicCPGroups
 
 
+@dataclass(frozen=True)
+class BatchTotals:
+    """Of a whole global batch, known on every rank: what its mean losses are means over.
+
+    Attributes:
+        tokens: Real tokens.
+        sequences: Samples.
+        targets: Target tokens, by which the engine divides; a number or a scalar tensor.
+    """
+
+    tokens: int
+    sequences: int
+    targets: Tensor | int
+
+
 @dataclass
 class BoundSequences(PackedSeqParams):
     """Megatron-Core's packed boundaries, with the group and layout of one micro-batch.
 
     Attributes:
         layout: The host's view of the pack.
+        batch_totals: Of the global batch that the micro-batch is part of.
+        max_rows_of_step: The most rows that any rank has in this step of the plan.
     """
 
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
-    _gather_index: Tensor | None = None
+    batch_totals: BatchTotals = field(default_factory=lambda: BatchTotals(1, 1, 1))
+    max_rows_of_step: int = 0
+    _on_device: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens of the micro-batch over its whole group, without padding."""
+        return sum(self.layout.lengths)
 
     def gather_index(self, device: torch.device) -> Tensor:
         """``PackLayout.gather_index`` on a device; moved there once, for all layers."""
-        if self._gather_index is None or self._gather_index.device != device:
-            index = torch.from_numpy(self.layout.gather_index)
+        return self._moved("gather_index", device)
+
+    def sequence_of_row(self, device: torch.device) -> Tensor:
+        """``PackLayout.sequence_of_row`` on a device, moved there once."""
+        return self._moved("sequence_of_row", device)
+
+    def lengths(self, device: torch.device) -> Tensor:
+        """``[num_sequences]`` float32: real tokens of each sequence, moved to a device once."""
+        return self._moved("lengths", device).float()
+
+    def _moved(self, name: str, device: torch.device) -> Tensor:
+        if name not in self._on_device or self._on_device[name].device != device:
+            tensor = torch.as_tensor(getattr(self.layout, name))
             if device.type == "cuda":
-                index = index.pin_memory()
-            self._gather_index = index.to(device, non_blocking=True)
-        return self._gather_index
+                tensor = tensor.pin_memory()
+            self._on_device[name] = tensor.to(device, non_blocking=True)
+        return self._on_device[name]
 
 
-def bind_micro_batch(micro_batch: MicroBatch, groups: DynamicCPGroups) -> MicroBatch:
+def bind_micro_batch(
+    micro_batch: MicroBatch,
+    groups: DynamicCPGroups,
+    *,
+    batch_totals: BatchTotals | None = None,
+    max_rows_of_step: int | None = None,
+) -> MicroBatch:
     """Gives a micro-batch its CP group, in Megatron-Core's own type; changes it in place.
 
     The boundaries of real lengths are replaced by the padded ones: padding is then the end of its
@@ -54,7 +100,12 @@ def bind_micro_batch(micro_batch: MicroBatch, groups: DynamicCPGroups) -> MicroB
     Args:
         micro_batch: A packed micro-batch.
         groups: The groups of this rank's pool.
+        batch_totals: Of the global batch; the micro-batch is all of it when None.
+        max_rows_of_step: The most rows that any rank has in this step of the plan; this rank's
+            own when None.
     """
+    layout = micro_batch.layout
+    num_tokens = sum(layout.lengths)
     packed = micro_batch.packed_seq_params
     micro_batch.packed_seq_params = BoundSequences(
         qkv_format=packed.qkv_format,
@@ -66,16 +117,18 @@ def bind_micro_batch(micro_batch: MicroBatch, groups: DynamicCPGroups) -> MicroB
         max_seqlen_kv=packed.max_seqlen_kv,
         local_cp_size=micro_batch.local_cp_size,
         cp_group=groups[micro_batch.local_cp_size],
-        layout=micro_batch.layout,
+        layout=layout,
+        batch_totals=batch_totals or BatchTotals(num_tokens, len(layout.lengths), num_tokens),
+        max_rows_of_step=max_rows_of_step or layout.num_rows,
     )
     return micro_batch
 
 
 def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
-    """Makes every attention module of ``model`` use the CP group of its micro-batch.
+    """Makes every module of ``model`` that needs to know follow the micro-batch that is running.
 
     Args:
-        model: A Megatron-Core model.
+        model: A Megatron-Core model, which takes ``packed_seq_params`` by keyword.
 
     Returns:
         A function that takes the hooks away and restores the collections; harmless twice.
@@ -86,9 +139,40 @@ def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
         if isinstance(module, Attention):
             undo.append(_install_on(module))
 
+    listeners = [module for module in model.modules() if hasattr(module, "sequences")]
+    if listeners:
+        undo.append(_announce_to(model, listeners))
+
     def remove() -> None:
         while undo:
             undo.pop()()
+
+    return remove
+
+
+def _announce_to(model: torch.nn.Module, listeners: list[Any]) -> Callable[[], None]:
+    def announce(sequences: BoundSequences | None) -> None:
+        for listener in listeners:
+            listener.sequences = sequences
+
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        announce(kwargs.get("packed_seq_params"))
+
+    def after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        sequences = kwargs.get("packed_seq_params")
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: announce(sequences))
+
+    handles = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+        announce(None)
 
     return remove
 

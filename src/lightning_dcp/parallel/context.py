@@ -47,6 +47,25 @@ class ParallelContext:
         return dist.get_rank(self.pg_collection.tp)
 
     @property
+    def pp_rank(self) -> int:
+        """This process's pipeline stage."""
+        return dist.get_rank(self.pg_collection.pp)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process ends the pipeline: it alone knows losses and outputs."""
+        return self.pp_rank == self.sizes.pipeline_model_parallel_size - 1
+
+    def starts_model(self, virtual_stage: int | None = None) -> bool:
+        """Whether this process's chunk has the embedding."""
+        return self.pp_rank == 0 and not virtual_stage
+
+    def ends_model(self, virtual_stage: int | None = None) -> bool:
+        """Whether this process's chunk has the output layer."""
+        last = self.sizes.virtual_pipeline_model_parallel_size - 1
+        return self.is_last_stage and virtual_stage in (None, last)
+
+    @property
     def device(self) -> torch.device:
         """Where this process computes."""
         return torch.device("cpu") if self.cpu_mode else torch.device(torch.cuda.current_device())
@@ -135,7 +154,11 @@ def _initialize_megatron(sizes: ParallelSizes, timeout: timedelta | None) -> Non
     minutes = (
         {} if timeout is None else {"distributed_timeout_minutes": timeout.total_seconds() / 60}
     )
+    virtual = sizes.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        # Experts are whole on a rank: expert parallelism spans the tensor-parallel ranks as well.
+        expert_tensor_parallel_size=1,
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
         context_parallel_size=sizes.context_parallel_size,

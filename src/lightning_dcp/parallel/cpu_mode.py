@@ -58,7 +58,7 @@ class _NoStream:
         pass
 
     def record_event(self, event: Any = None) -> Any:
-        return event
+        return _NoStream() if event is None else event
 
     def record(self, stream: Any = None) -> None:
         pass
@@ -104,12 +104,18 @@ def _cpu_device(*args: Any) -> torch.device:
     return _CPU
 
 
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the token dispatcher reads on the host: split sizes become lists of numbers there."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     return [
         (torch.cuda, "current_device", _cpu_device),
@@ -126,6 +132,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
             "_set_cuda_rng_state",
             lambda state, *args, **kw: torch.set_rng_state(state),
         ),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
         (megatron_random, "_CUDA_RNG_STATE_TRACKER", _NoForkTracker()),
         (megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
     ]

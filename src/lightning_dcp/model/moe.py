@@ -1,0 +1,198 @@
+"""Mixture of experts under dynamic groups: a router that counts real tokens of its own group.
+
+Megatron-Core's router reduces over the static CP group and weighs its losses by the rows of a
+rank. Here both follow the micro-batch: its own CP group, and its tokens without padding. What a
+step's losses are then does not depend on the ranks that a plan puts a micro-batch on:
+
+- z-loss: mean over the real tokens of the global batch of the squared log-sum-exp of the logits;
+- ``seq_aux_loss``: mean over the sequences of the global batch of the load-balancing loss of each;
+- ``aux_loss``: the load-balancing loss of each micro-batch, weighed by its share of real tokens; it
+  depends on what is packed together, as in any implementation.
+
+The load-balancing loss is ``experts / top-k`` times the sum over experts of (routed assignments per
+token) x (mean score), Switch Transformer, arXiv 2101.03961, equations 4 to 6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from lightning_dcp.parallel.binding import BoundSequences
+
+
+class PackedTopKRouter(TopKRouter):
+    """Megatron-Core's top-k router, with losses and counts of the micro-batch that is running.
+
+    Attributes:
+        sequences: The micro-batch that is running, set by the hooks of ``install_cp_hooks``.
+        loss_sums: Of each loss, what this rank added to the step so far: summed over the ranks that
+            share the rows and the micro-batches, and divided by the tokens or sequences of the
+            global batch, it is the loss's mean without its coefficient.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sequences: BoundSequences | None = None
+        self.loss_sums: dict[str, Tensor] = {}
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attaches the z-loss of this rank's real rows; ``logits`` ``[rows, experts]``."""
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or not self._trains:
+            return logits
+        squares = torch.logsumexp(logits.float(), dim=-1).square()
+        if padding_mask is not None:
+            squares = squares.masked_fill(padding_mask, 0)
+        return self._attach(logits, "moe_z_loss", squares.sum(), coefficient, "tokens")
+
+    def _apply_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if not coefficient:
+            return probs
+        counts = self._summed_over_group(routing_map.sum(0).float())
+        num_tokens = self._bound.num_real_tokens
+        scores = scores_for_aux_loss.sum(0)
+        # The mean over the micro-batch's tokens, times their number: its weight in the batch.
+        loss = self.num_experts / self.topk * (counts * scores).sum() / num_tokens
+        return self._attach(probs, "moe_aux_loss", loss, coefficient, "tokens")
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if not coefficient:
+            return probs
+        sequence_of_row = self._sequence_of_row(len(probs), probs.device)
+        lengths = self._bound.lengths(probs.device)
+        shape = (len(lengths), self.num_experts)
+        counts = torch.zeros(shape, device=probs.device)
+        counts.index_add_(0, sequence_of_row, routing_map.float())
+        counts = self._summed_over_group(counts)
+        scores = torch.zeros(shape, device=probs.device)
+        scores = scores.index_add(0, sequence_of_row, scores_for_aux_loss)
+        of_sequence = (counts * scores).sum(1) / lengths.square()
+        loss = self.num_experts / self.topk * of_sequence.sum()
+        return self._attach(probs, "moe_seq_aux_loss", loss, coefficient, "sequences")
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Counts the real rows of each expert, for the bias that balances their load."""
+        if not self.enable_expert_bias or not torch.is_grad_enabled():
+            return
+        with torch.no_grad():
+            if padding_mask is not None:
+                routing_map = routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += routing_map.sum(0)
+
+    @property
+    def _trains(self) -> bool:
+        # A recomputed layer's first pass runs without gradients: counted once, in the second.
+        return self.training and torch.is_grad_enabled()
+
+    @property
+    def _bound(self) -> BoundSequences:
+        if self.sequences is None:
+            raise RuntimeError(
+                "The router's losses need the micro-batch: call install_cp_hooks on the model."
+            )
+        return self.sequences
+
+    def _summed_over_group(self, counts: Tensor) -> Tensor:
+        """Sums over the ranks that share the micro-batch's rows: its CP group, and TP's slices."""
+        counts = counts.contiguous()
+        for group in (self._bound.cp_group, self.tp_group):
+            is_tp = group is self.tp_group
+            if dist.get_world_size(group) > 1 and (not is_tp or self.config.sequence_parallel):
+                dist.all_reduce(counts, group=group)
+        return counts
+
+    def _sequence_of_row(self, num_rows: int, device: torch.device) -> Tensor:
+        """``[rows]``: the sequence of the pack that each of this rank's rows is in.
+
+        Under sequence parallelism they are this rank's slice. Rows that a dispatcher had added at
+        the end are padding; they count for sequence 0, with nothing.
+        """
+        rows = self._bound.sequence_of_row(device)
+        if self.config.sequence_parallel:
+            size = len(rows) // dist.get_world_size(self.tp_group)
+            rows = rows[size * dist.get_rank(self.tp_group) :][:size]
+        return F.pad(rows, (0, num_rows - len(rows)))
+
+    def _attach(
+        self, activation: Tensor, name: str, loss: Tensor, coefficient: float, per: str
+    ) -> Tensor:
+        """Makes the backward pass add a loss that the engine later divides by all targets.
+
+        Args:
+            activation: What the loss is attached to.
+            name: Of the loss, in logs.
+            loss: This rank's part of the sum over ``per`` of the micro-batch.
+            coefficient: Of the loss.
+            per: What the loss is the mean over: the global batch's "tokens" or "sequences".
+        """
+        batch = self._bound.batch_totals
+        share = loss / (batch.tokens if per == "tokens" else batch.sequences)
+        if self.is_mtp_layer and self.config.mtp_use_repeated_layer:
+            share = share / self.config.mtp_num_layers
+        before = self.loss_sums.get(name)
+        self.loss_sums[name] = share.detach() if before is None else before + share.detach()
+        attached: Tensor = MoEAuxLossAutoScaler.apply(
+            activation, share * coefficient * batch.targets
+        )
+        return attached
+
+
+class PackedMoELayer(MoELayer):
+    """Megatron-Core's MoE layer, where ranks of an expert-parallel group hold different rows.
+
+    The all-gather dispatcher needs as many rows on every rank. Under dynamic groups a rank's rows
+    follow its pack, so that they are padded to the most that any rank has in this step of the plan,
+    a number that all ranks know without asking.
+    """
+
+    sequences: BoundSequences | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: Tensor | None = None,
+    ) -> Any:
+        """As Megatron-Core's; ``hidden_states`` ``[rows, 1, hidden]``."""
+        missing = self._missing_rows(len(hidden_states))
+        if not missing:
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        num_rows = len(hidden_states)
+        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, missing))
+        if padding_mask is not None:
+            padding_mask = F.pad(padding_mask, (0, missing), value=True)
+        output, bias = super().forward(hidden_states, intermediate_tensors, padding_mask)
+        return output[:num_rows], bias
+
+    def _missing_rows(self, num_rows: int) -> int:
+        gathers = self.config.moe_token_dispatcher_type == "allgather"
+        if not gathers or self.sequences is None or dist.get_world_size(self.ep_group) == 1:
+            return 0
+        most = self.sequences.max_rows_of_step
+        if self.config.sequence_parallel:
+            most //= dist.get_world_size(self.attn_tp_group)
+        return max(most - num_rows, 0)

@@ -1,0 +1,168 @@
+"""A rank's part of the whole model: names, tensor-parallel shards, and initial weights.
+
+A pipeline stage counts its layers from 0, and an expert-parallel rank its experts. In the whole
+model layers and experts have numbers of their own, which checkpoints use, and from which initial
+weights are drawn: they are the same in any layout of ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from lightning_dcp.parallel import ParallelContext
+
+
+class WholeNames:
+    """Turns this rank's parameter and buffer names into those of the whole model.
+
+    Args:
+        module: A Megatron-Core model, a ``ModuleList`` of a rank's chunks, or a module that has
+            one of them somewhere.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._experts: dict[str, int] = {}
+        self._prefixes: dict[str, str] = {}
+        for prefix, part in module.named_modules():
+            if isinstance(part, GPTModel):
+                self._add_chunk(prefix, part, is_chunk=_is_in_list(module, prefix))
+
+    def _add_chunk(self, prefix: str, chunk: GPTModel, *, is_chunk: bool) -> None:
+        local = f"{prefix}." if prefix else ""
+        whole = f"{local[:-1].rpartition('.')[0]}.".lstrip(".") if is_chunk else local
+        if whole != local:
+            self._prefixes[local] = whole
+        layers = f"{local}decoder.layers."
+        for index, layer in enumerate(chunk.decoder.layers):
+            self._prefixes[f"{layers}{index}."] = f"{whole}decoder.layers.{layer.layer_number - 1}."
+        for name, part in chunk.named_modules():
+            if isinstance(part, MoELayer):
+                self._experts[f"{local}{name}.experts."] = part.local_expert_indices[0]
+
+    def __call__(self, name: str) -> str:
+        """The name in the whole model of this rank's ``name``."""
+        first_expert = next(
+            (first for prefix, first in self._experts.items() if name.startswith(prefix)), 0
+        )
+        prefix = max((p for p in self._prefixes if name.startswith(p)), key=len, default="")
+        if prefix:
+            name = self._prefixes[prefix] + name.removeprefix(prefix)
+        if first_expert:
+            name = _shift_expert(name, first_expert)
+        return name
+
+
+def _is_in_list(module: torch.nn.Module, prefix: str) -> bool:
+    parent = module.get_submodule(prefix.rpartition(".")[0])
+    return bool(prefix) and isinstance(parent, torch.nn.ModuleList)
+
+
+def _shift_expert(name: str, first: int) -> str:
+    """Experts one by one are numbered in the path, TransformerEngine's at the end of the name."""
+    return re.sub(
+        r"(\.local_experts\.|\.linear_fc[12]\.weight)(\d+)",
+        lambda match: f"{match[1]}{int(match[2]) + first}",
+        name,
+        count=1,
+    )
+
+
+def merge_over_tp(tensor: Tensor, parameter: Tensor | None, context: ParallelContext) -> Tensor:
+    """The whole of a tensor that tensor parallelism splits like ``parameter``; a collective."""
+    tp_size = context.sizes.tensor_model_parallel_size
+    if tp_size == 1 or not _is_split(parameter):
+        return tensor
+    shards = [torch.empty_like(tensor) for _ in range(tp_size)]
+    dist.all_gather(shards, tensor.contiguous(), group=context.pg_collection.tp)
+    dim, stride = _partition(parameter)
+    # A gated MLP's first layer is split stride-wise: each rank holds its part of both halves.
+    strides = [shard.chunk(stride, dim) for shard in shards]
+    return torch.cat([strides[rank][i] for i in range(stride) for rank in range(tp_size)], dim)
+
+
+def split_for_tp(tensor: Tensor, parameter: Tensor | None, context: ParallelContext) -> Tensor:
+    """This rank's part of a whole tensor that is split like ``parameter``."""
+    tp_size = context.sizes.tensor_model_parallel_size
+    if tp_size == 1 or not _is_split(parameter):
+        return tensor
+    dim, stride = _partition(parameter)
+    return torch.cat(tensor.chunk(stride * tp_size, dim)[context.tp_rank :: tp_size], dim)
+
+
+def _is_split(parameter: Any) -> bool:
+    is_whole_expert = getattr(parameter, "is_whole_expert", False)
+    return getattr(parameter, "tensor_model_parallel", False) and not is_whole_expert
+
+
+def mark_whole_experts(model: torch.nn.Module) -> None:
+    """Tells experts apart from what tensor parallelism splits, which Megatron-Core does not.
+
+    They have the same marks there: expert tensor parallelism is a size of its own, ours is 1.
+    """
+    for part in model.modules():
+        if isinstance(part, MoELayer):
+            for parameter in part.experts.parameters():
+                parameter.is_whole_expert = True
+
+
+def _partition(parameter: Any) -> tuple[int, int]:
+    return parameter.partition_dim, parameter.partition_stride
+
+
+@torch.no_grad()
+def initialize(
+    model: torch.nn.Module, config: TransformerConfig, context: ParallelContext, *, seed: int
+) -> None:
+    """Draws the weights of ``model`` by their names in the whole model.
+
+    Each tensor has a random state of its own, from the seed and the name, and is drawn whole: the
+    weights do not depend on how ranks share them. Norms keep their ones.
+
+    Args:
+        model: A Megatron-Core model, built with ``perform_initialization=False``.
+        config: Its config, which has the distributions.
+        context: The parallel state.
+        seed: The same on all ranks.
+    """
+    names = WholeNames(model)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        whole_name = tied_to(names(name)) if is_copy(name, parameter) else names(name)
+        torch.manual_seed(zlib.crc32(f"{seed}/{whole_name}".encode()))
+        whole = parameter.new_empty(_whole_shape(parameter, context))
+        _distribution(whole_name, config)(whole)
+        parameter.copy_(split_for_tp(whole, parameter, context))
+
+
+def _distribution(name: str, config: TransformerConfig) -> Any:
+    if "word_embeddings" in name:
+        return config.embedding_init_method
+    ends_branch = re.search(r"\.(linear_proj\.weight|linear_fc2\.weight\d*)$", name)
+    return config.output_layer_init_method if ends_branch else config.init_method
+
+
+def _whole_shape(parameter: Any, context: ParallelContext) -> list[int]:
+    shape = list(parameter.shape)
+    if _is_split(parameter):
+        shape[parameter.partition_dim] *= context.sizes.tensor_model_parallel_size
+    return shape
+
+
+def tied_to(name: str) -> str:
+    """The embedding's name, of an output layer's that is its copy."""
+    return name.removesuffix("output_layer.weight") + "embedding.word_embeddings.weight"
+
+
+def is_copy(name: str, tensor: Tensor) -> bool:
+    """Whether a last stage's output layer is its copy of a tied embedding."""
+    return name.endswith("output_layer.weight") and bool(getattr(tensor, "shared_embedding", False))
