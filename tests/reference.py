@@ -82,12 +82,14 @@ def train(
     clip: float,
     adam_eps: float,
     sample_loss: Callable[[Tensor, int, int], tuple[Tensor, int]] | None = None,
+    batch_loss: Callable[[list[Tensor], int], tuple[Tensor, int]] | None = None,
 ) -> dict[str, object]:
     """Trains for one step a batch; the loss is the mean over the batch's target tokens.
 
     Args:
         sample_loss: From logits ``[length, vocab_size]``, batch and sample, the sum of the losses
             of the sample's target tokens, and how many they are; cross-entropy by default.
+        batch_loss: Instead, from the logits of all samples and batch, a sum and what divides it.
 
     Returns:
         ``losses`` and ``norms`` by step, ``grads`` by step and name (before clipping), ``weights``.
@@ -104,11 +106,14 @@ def train(
     losses, grads, norms = [], [], []
     for index, batch in enumerate(batches):
         optimizer.zero_grad()
+        outputs = [forward(weights, config, torch.tensor(ids)) for ids in batch]
         total, num_tokens = torch.zeros(()), 0
-        for sample, ids in enumerate(map(torch.tensor, batch)):
-            logits = forward(weights, config, ids)
+        if batch_loss is not None:
+            total, num_tokens = batch_loss(outputs, index)
+        for sample, logits in enumerate(outputs if batch_loss is None else []):
             if sample_loss is None:
-                part, count = F.cross_entropy(logits[:-1], ids[1:], reduction="sum"), len(ids) - 1
+                ids = torch.tensor(batch[sample][1:])
+                part, count = F.cross_entropy(logits[:-1], ids, reduction="sum"), len(ids)
             else:
                 part, count = sample_loss(logits, index, sample)
             total, num_tokens = total + part, num_tokens + count

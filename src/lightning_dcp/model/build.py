@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_dcp.model.attention import PackedAttention
 from lightning_dcp.model.config import ModelConfig, transformer_config
+from lightning_dcp.model.value_head import put_value_head
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 
 # Rope needs no table of positions; Megatron-Core asks for the number all the same.
@@ -62,6 +63,8 @@ def build_gpt_model(
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             pg_collection=context.pg_collection,
         )
+        if config.head == "value":
+            put_value_head(model)
         # Torch's norms make their weights in the default type.
         return model.to(dtype)
 

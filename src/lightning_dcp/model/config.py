@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ class ModelConfig:
     """Added to the mean square in RMSNorm."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
+    head: Literal["vocabulary", "value"] = "vocabulary"
+    """What the model ends in: logits of the vocabulary, or one value a token (a critic)."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -65,6 +68,16 @@ class ModelConfig:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_query_groups={self.query_groups}."
+            )
+        self._check_head()
+
+    def _check_head(self) -> None:
+        if self.head not in ("vocabulary", "value"):
+            raise ValueError(f"head={self.head!r} is neither 'vocabulary' nor 'value'.")
+        if self.head == "value" and self.tie_word_embeddings:
+            raise ValueError(
+                "head='value' has no output embedding that tie_word_embeddings=True could share. "
+                "Set tie_word_embeddings=False."
             )
 
     @property
