@@ -32,7 +32,6 @@ class ValueLoss(Objective):
     """
 
     head: ClassVar[Literal["vocabulary", "value"]] = "value"
-    counts: ClassVar[str] = "values"
 
     clip: float | None = None
     """How far a value may go from the old one before it gains nothing; needs old_values."""
