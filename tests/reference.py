@@ -112,8 +112,8 @@ def train(
             total, num_tokens = batch_loss(outputs, index)
         for sample, logits in enumerate(outputs if batch_loss is None else []):
             if sample_loss is None:
-                ids = torch.tensor(batch[sample][1:])
-                part, count = F.cross_entropy(logits[:-1], ids, reduction="sum"), len(ids)
+                ids = torch.tensor(batch[sample])
+                part, count = F.cross_entropy(logits[:-1], ids[1:], reduction="sum"), len(ids) - 1
             else:
                 part, count = sample_loss(logits, index, sample)
             total, num_tokens = total + part, num_tokens + count

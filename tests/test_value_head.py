@@ -41,7 +41,7 @@ def data():
 
 
 def head():
-    """The head's weight under tensor parallelism, its marks, and the names of all its parameters."""
+    """The head's weight under tensor parallelism, its marks, and all its parameters' names."""
     world = dist.get_world_size()
     context = setup_parallel(ParallelSizes(world_size=world, tensor_model_parallel_size=world))
     try:
