@@ -166,6 +166,7 @@ def train(
     adam_eps: float,
     sample_loss: Callable[[Tensor, int, int], tuple[Tensor, int]] | None = None,
     packs: list[list[tuple[int, ...]]] | None = None,
+    batch_loss: Callable[[list[Tensor], int], tuple[Tensor, int]] | None = None,
 ) -> dict[str, object]:
     """Trains for one step a batch; the loss is the mean over the batch's target tokens.
 
@@ -173,6 +174,7 @@ def train(
         sample_loss: From logits ``[length, vocab_size]``, batch and sample, the sum of the losses
             of the sample's target tokens, and how many they are; cross-entropy by default.
         packs: For each batch the samples of each micro-batch, for the router's ``aux_loss``.
+        batch_loss: Instead, from the logits of all samples and batch, a sum and what divides it.
 
     Returns:
         ``losses`` and ``norms`` by step, ``grads`` by step and name (before clipping), ``weights``.
@@ -190,12 +192,17 @@ def train(
     losses, grads, norms = [], [], []
     for index, batch in enumerate(batches):
         optimizer.zero_grad()
+        routers: list[list[Tensor]] = [[] for _ in batch]
+        outputs = [
+            forward(weights, config, torch.tensor(ids), of_sample)
+            for ids, of_sample in zip(batch, routers, strict=True)
+        ]
         total, num_tokens = torch.zeros(()), 0
-        routers: list[list[Tensor]] = []
-        for sample, ids in enumerate(map(torch.tensor, batch)):
-            routers.append([])
-            logits = forward(weights, config, ids, routers[-1])
+        if batch_loss is not None:
+            total, num_tokens = batch_loss(outputs, index)
+        for sample, logits in enumerate(outputs if batch_loss is None else []):
             if sample_loss is None:
+                ids = torch.tensor(batch[sample])
                 part, count = F.cross_entropy(logits[:-1], ids[1:], reduction="sum"), len(ids) - 1
             else:
                 part, count = sample_loss(logits, index, sample)

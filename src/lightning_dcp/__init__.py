@@ -10,7 +10,14 @@ from lightning_dcp.engine import OptimizerSettings
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import ModelConfig
 from lightning_dcp.module import DynamicCPModule
-from lightning_dcp.objectives import SFT, Objective, PolicyLoss, TopKDistillation
+from lightning_dcp.objectives import (
+    DPO,
+    SFT,
+    Objective,
+    PolicyLoss,
+    TopKDistillation,
+    ValueLoss,
+)
 from lightning_dcp.packing import MicroBatch
 from lightning_dcp.planning import Plan, PlanError, plan_global_batch
 from lightning_dcp.prediction_writer import PredictionWriter
@@ -21,6 +28,7 @@ from lightning_dcp.strategy import DynamicCPStrategy
 del _megatron
 
 __all__ = [
+    "DPO",
     "SFT",
     "DynamicCPModule",
     "DynamicCPStrategy",
@@ -37,6 +45,7 @@ __all__ = [
     "SyntheticDataModule",
     "TextDataModule",
     "TopKDistillation",
+    "ValueLoss",
     "linear_cross_entropy",
     "plan_global_batch",
 ]

@@ -62,7 +62,8 @@ class StepReport(Callback):
             sizes = ", ".join(f"{size} (x{num})" for size, num in step.plan.cp_sizes().items())
             _print(
                 trainer,
-                f"step {trainer.global_step} | loss {loss:.4f} | {int(step.num_tokens):,} tokens | "
+                f"step {trainer.global_step} | loss {loss:.4f} | {int(step.num_tokens):,} "
+                f"{pl_module.objective.counts} | "
                 f"{len(step.plan.steps)} micro-batches | CP sizes {sizes}",
             )
 

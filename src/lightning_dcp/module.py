@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast, override
+from typing import TYPE_CHECKING, Any, ClassVar, cast, override
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,7 +19,15 @@ from lightning_dcp.model import (
     hidden_states,
     whole_logits,
 )
-from lightning_dcp.objectives import SFT, FusedOutputs, LogitsOutputs, Objective, TargetOutputs
+from lightning_dcp.objectives import (
+    SFT,
+    FusedOutputs,
+    LogitsOutputs,
+    Objective,
+    TargetOutputs,
+    ValueLoss,
+    ValueOutputs,
+)
 from lightning_dcp.packing import (
     MicroBatch,
     pack_micro_batch,
@@ -47,7 +55,8 @@ class DynamicCPModule(LightningModule):
         optimizer: The optimizer.
         lr_schedule: The course of the learning rate.
         seed: Of the initial weights; the same weights for any layout of ranks.
-        objective: What is trained for; :class:`~lightning_dcp.objectives.SFT` by default.
+        objective: What is trained for; by default :class:`~lightning_dcp.objectives.SFT`, or
+            :class:`~lightning_dcp.objectives.ValueLoss` for a model with a value head.
         fused_loss: Whether losses and log-probabilities come from the fused linear cross-entropy;
             False makes all logits, which takes far more memory, to compare with.
         predict_everywhere: Whether ``predict`` gives its results to all ranks, not to the first
@@ -56,6 +65,9 @@ class DynamicCPModule(LightningModule):
     ``self.model`` is the Megatron-Core model, None until the Trainer starts; ``self.last_step`` is
     what the last training step gave: loss, tokens and the plan that ran.
     """
+
+    of_own_token: ClassVar[frozenset[str]] = frozenset({"values"})
+    """Names of predictions that are about the row's own token, and not about the next one."""
 
     def __init__(
         self,
@@ -72,11 +84,18 @@ class DynamicCPModule(LightningModule):
             raise TypeError(f"model must be a ModelConfig, found a {type(model).__name__}.")
         if objective is not None and not isinstance(objective, Objective):
             raise TypeError(f"objective must be an Objective, found a {type(objective).__name__}.")
+        if objective is None:
+            objective = ValueLoss() if model.head == "value" else SFT()
+        if objective.head != model.head:
+            raise ValueError(
+                f"{type(objective).__name__} needs a model with head={objective.head!r}, found "
+                f"ModelConfig(head={model.head!r})."
+            )
         self.model_config = model
         self.optimizer_settings = optimizer
         self.lr_schedule = lr_schedule
         self.seed = seed
-        self.objective = SFT() if objective is None else objective
+        self.objective = objective
         self.fused_loss = fused_loss
         self.predict_everywhere = predict_everywhere
         self.model: torch.nn.Module | None = None
@@ -129,7 +148,7 @@ class DynamicCPModule(LightningModule):
             input_ids: Jagged ``[num_samples, length*]``.
 
         Returns:
-            Jagged ``[num_samples, length*, vocab_size]``.
+            Jagged ``[num_samples, length*, vocab_size]``; ``[..., 1]``, values, of a value head.
 
         Raises:
             NotImplementedError: Tensor parallelism, whose ranks would have to take part.
@@ -167,11 +186,11 @@ class DynamicCPModule(LightningModule):
             micro_batch: This rank's rows, on its device.
 
         Returns:
-            The sum of the losses of this rank's target tokens, and how many they are. Nothing is
-            divided here: the engine divides by all target tokens of the global batch. A rank
-            without a target returns zero, made from the model's output.
+            The sum of the losses of this rank's target tokens, and how many they are, or of what
+            else the objective counts. Nothing is divided here: the engine divides by their number
+            in the global batch. A rank without any returns zero, made from the model's output.
         """
-        losses = self.objective(self.target_outputs(micro_batch), micro_batch)
+        losses = self.objective(self._outputs(micro_batch), micro_batch)
         if losses.dim():
             if losses.shape != micro_batch.labels.shape:
                 raise ValueError(
@@ -179,7 +198,12 @@ class DynamicCPModule(LightningModule):
                     f"for {len(micro_batch.labels)} rows: return one a row, or their sum."
                 )
             losses = torch.where(micro_batch.loss_mask, losses, 0).sum()
-        return losses, micro_batch.num_tokens
+        return losses, self.objective.count(micro_batch)
+
+    def _outputs(self, micro_batch: MicroBatch) -> TargetOutputs | ValueOutputs:
+        if self.model_config.head == "value":
+            return self.value_outputs(micro_batch)
+        return self.target_outputs(micro_batch)
 
     def target_outputs(self, micro_batch: MicroBatch) -> TargetOutputs:
         """Runs the model; log-probabilities and entropies of the targets come when asked for.
@@ -201,6 +225,15 @@ class DynamicCPModule(LightningModule):
             tp_group=group if group.size() > 1 else None,
         )
 
+    def value_outputs(self, micro_batch: MicroBatch) -> ValueOutputs:
+        """Runs a model with a value head.
+
+        Args:
+            micro_batch: As :meth:`micro_batch_step` gets it.
+        """
+        states = self.hidden_states(micro_batch)
+        return ValueOutputs(hidden=states.hidden, weight=states.weight)
+
     @override
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         self.last_step = self._strategy.train_on(batch)
@@ -215,7 +248,7 @@ class DynamicCPModule(LightningModule):
         """
         sizes = step.plan.cp_sizes()
         values: dict[str, Tensor | float] = {
-            "tokens": step.num_tokens.float(),
+            self.objective.counts: step.num_tokens.float(),
             "micro_batches": float(len(step.plan.steps)),
             "cp_size_min": float(min(sizes)),
             "cp_size_max": float(max(sizes)),
@@ -250,8 +283,9 @@ class DynamicCPModule(LightningModule):
         Returns:
             What :meth:`predict_micro_batch` gave, by name jagged ``[num_samples, length*, ...]``:
             at each token the output about that token, 0 where it is no target, as the first of a
-            sequence never is. With the batch's ``sample_id``, if it has one. An empty dict on all
-            ranks but the first, unless ``predict_everywhere``.
+            sequence never is; of a value head ``values`` at every token, each that of the sequence
+            up to and with this token. With the batch's ``sample_id``, if it has one. An empty dict
+            on all ranks but the first, unless ``predict_everywhere``.
         """
         outputs = self._strategy.predict_on(batch, everywhere=self.predict_everywhere)
         if outputs and "sample_id" in batch:
@@ -265,17 +299,20 @@ class DynamicCPModule(LightningModule):
             micro_batch: This rank's rows, on its device.
 
         Returns:
-            By name ``[rows, ...]``, each about the row's target, the next token: its
-            log-probability at the objective's temperature, and the entropy of the distribution
-            that it is from, in nats. The same names on every rank.
+            By name ``[rows, ...]``, each about the row's target, the next token, unless
+            ``of_own_token`` names it: the target's log-probability at the objective's temperature,
+            and the entropy of the distribution that it is from, in nats. Of a value head its
+            ``values``. The same names on every rank.
         """
+        if self.model_config.head == "value":
+            return {"values": self.value_outputs(micro_batch).values()}
         log_probs, entropies = self.target_outputs(micro_batch).log_probs_and_entropies(
             temperature=self.objective.temperature
         )
         return {"log_probs": log_probs, "entropies": entropies}
 
     def _evaluate(self, batch: Mapping[str, Any], name: str) -> None:
-        """Logs the mean over all target tokens of the epoch: batches count by their tokens."""
+        """Logs the mean over the epoch of what the objective counts, over all batches."""
         step = self._strategy.evaluate_on(batch)
         num_tokens = int(step.num_tokens)
         if num_tokens:

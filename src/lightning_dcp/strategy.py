@@ -431,11 +431,15 @@ class DynamicCPStrategy(ParallelStrategy):
 
     def _prepare(self, engine: DynamicCPEngine, batch: Mapping[str, Any]) -> PlannedBatch:
         objective, vocab_size = self._module.objective, self._module.vocab_size
+        units: dict[str, Any] = {}
+        if objective.keep_together is not None:
+            units["keep_together"] = objective.keep_together
         return engine.prepare(
             batch,
             vocab_size=vocab_size,
             target_extras=[extra.key for extra in objective.extras],
             check=partial(objective.check, vocab_size=vocab_size),
+            **units,
         )
 
     def train_on(self, batch: Mapping[str, Any]) -> StepResult:
@@ -486,7 +490,12 @@ class DynamicCPStrategy(ParallelStrategy):
             raise RuntimeError("predict_on works inside predict_step only.")
         module = self._module
         planned = self.engine.prepare(batch, vocab_size=module.vocab_size)
-        return self.engine.predict_step(planned, module.predict_micro_batch, everywhere=everywhere)
+        return self.engine.predict_step(
+            planned,
+            module.predict_micro_batch,
+            everywhere=everywhere,
+            of_own_token=module.of_own_token,
+        )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

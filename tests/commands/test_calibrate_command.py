@@ -149,3 +149,11 @@ def test_what_cannot_work_is_refused_before_anything_starts(options, found):
     with pytest.raises(SystemExit) as stopped:
         main(["calibrate", "--max_seqlen_per_dp_cp_rank=512", *options])
     assert found in str(stopped.value.code)
+
+
+def test_a_model_with_a_value_head_is_measured_too(tmp_path):
+    main(
+        ["calibrate", *NUMBERS, "--model_config.head=value", "--num_processes=1", "--shortest=64",
+         "--max_seqlen_per_dp_cp_rank=256", "--repeats=1", f"--output={tmp_path}/critic.json"]
+    )  # fmt: skip
+    assert read_calibration(str(tmp_path / "critic.json")).cost_model.seconds_per_row > 0

@@ -227,6 +227,8 @@ class _Stopwatch:
         micro_batch.to(context.device, non_blocking=True)
         micro_batch = bind_micro_batch(micro_batch, context.cp_groups)
         hidden, weight = hidden_states(self.model, micro_batch)
+        if config.head == "value":
+            return (hidden @ weight.t()).sum()
         tp_group = context.pg_collection.tp
         return linear_cross_entropy(
             hidden,

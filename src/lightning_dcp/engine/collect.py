@@ -7,7 +7,7 @@ that share a tensor-parallel model, which all hold the same, the first one sends
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,13 @@ def collect_outputs(
     context: ParallelContext,
     *,
     everywhere: bool = False,
+    of_own_token: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Gathers what each rank made of its rows; a collective of all ranks of the world.
 
     A row's output is about its target, the next token. In the result it stands at that token, as
-    labels and extras do, and the first token of each sequence, which nothing predicts, has 0.
+    labels and extras do, and the first token of each sequence, which nothing predicts, has 0. An
+    output that is about the row's own token stands there, and every token has one.
 
     Args:
         rows: For each step of the plan this rank's outputs by name, ``[rows, ...]``; the same
@@ -39,6 +41,7 @@ def collect_outputs(
         plan: The plan that ran.
         context: The parallel state.
         everywhere: Give the result to all ranks and not to rank 0 alone.
+        of_own_token: Names of outputs that are about the row's own token.
 
     Returns:
         By name jagged ``[num_samples, length*, ...]`` on this rank's device, on rank 0 or
@@ -65,7 +68,11 @@ def collect_outputs(
     results = {}
     for name in names:
         if order is not None:
-            values = _by_token(gathered[name], order, offsets)
+            values = (
+                gathered[name].index_select(0, order)
+                if name in of_own_token
+                else _by_target(gathered[name], order, offsets)
+            )
         else:
             values = rows[0][name].new_empty(sum(plan.lengths), *rows[0][name].shape[1:])
         if everywhere:
@@ -152,7 +159,7 @@ def _token_order(plan: Plan, layouts: list[list[PackLayout]]) -> Tensor:
     return order
 
 
-def _by_token(gathered: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+def _by_target(gathered: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
     """Outputs in the order of the batch, each at its target and not at the row that made it."""
     values = gathered.index_select(0, order.roll(1))
     return values.index_fill_(0, offsets[:-1], 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,9 @@ from lightning_dcp.parallel import BatchTotals, ParallelContext, bind_micro_batc
 from lightning_dcp.planning import CostModel, Plan, Step, plan_global_batch
 
 MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
-"""Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are."""
+"""Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are.
+
+What is counted may be something else, pairs say; the step's loss is the mean over it."""
 
 RowOutputs = Callable[[MicroBatch], dict[str, Tensor]]
 """Of a micro-batch: outputs of each row's target on this rank, by name, ``[rows, ...]``."""
@@ -70,7 +72,8 @@ class StepResult:
 
     Attributes:
         loss: float32 scalar, detached: the mean loss of the global batch's target tokens.
-        num_tokens: int64 scalar tensor: target tokens of the global batch.
+        num_tokens: int64 scalar tensor: target tokens of the global batch, or what else the loss
+            is the mean of.
         plan: The plan that ran.
         plan_wait_share: Share of the time since the step before that this rank spent waiting for
             the plan; None for the first step. It alone may differ between ranks.
@@ -249,7 +252,12 @@ class DynamicCPEngine:
 
     @torch.no_grad()
     def predict_step(
-        self, planned: PlannedBatch, micro_batch_outputs: RowOutputs, *, everywhere: bool = False
+        self,
+        planned: PlannedBatch,
+        micro_batch_outputs: RowOutputs,
+        *,
+        everywhere: bool = False,
+        of_own_token: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """Outputs of every target, in the order of the batch; every rank must take part.
 
@@ -257,6 +265,7 @@ class DynamicCPEngine:
             planned: From :meth:`prepare`.
             micro_batch_outputs: Gives outputs by name, ``[rows, ...]``, of a micro-batch.
             everywhere: Give the result to all ranks and not to rank 0 alone.
+            of_own_token: Names of outputs that are about the row's own token, not its target.
 
         Returns:
             As :func:`~lightning_dcp.engine.collect.collect_outputs`.
@@ -265,7 +274,9 @@ class DynamicCPEngine:
             _checked_rows(micro_batch_outputs(micro_batch), micro_batch)
             for micro_batch in self.micro_batches(planned)
         ]
-        return collect_outputs(rows, planned.plan, self.context, everywhere=everywhere)
+        return collect_outputs(
+            rows, planned.plan, self.context, everywhere=everywhere, of_own_token=of_own_token
+        )
 
 
 def _zero_gradients(ddp: DistributedDataParallel) -> None:

@@ -28,6 +28,7 @@ from lightning_dcp.model.attention import PackedAttention
 from lightning_dcp.model.config import ModelConfig, Recompute, transformer_config
 from lightning_dcp.model.moe import PackedMoELayer, PackedTopKRouter
 from lightning_dcp.model.norm import RMSNorm
+from lightning_dcp.model.value_head import put_value_head
 from lightning_dcp.model.whole import initialize, mark_whole_experts
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 
@@ -84,6 +85,8 @@ def build_gpt_model(
             post_process=context.ends_model(virtual_stage),
             vp_stage=virtual_stage,
         )
+        if config.head == "value":
+            put_value_head(model)
         mark_whole_experts(model)
         initialize(model, megatron_config, context, seed=seed)
         return model

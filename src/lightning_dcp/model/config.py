@@ -46,6 +46,8 @@ class ModelConfig:
     """Standard deviation of the initial weights."""
     moe: MoEConfig | None = None
     """Experts in place of the MLPs; None for a dense model."""
+    head: Literal["vocabulary", "value"] = "vocabulary"
+    """What the model ends in: logits of the vocabulary, or one value a token (a critic)."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -69,6 +71,16 @@ class ModelConfig:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_query_groups={self.query_groups}."
+            )
+        self._check_head()
+
+    def _check_head(self) -> None:
+        if self.head not in ("vocabulary", "value"):
+            raise ValueError(f"head={self.head!r} is neither 'vocabulary' nor 'value'.")
+        if self.head == "value" and self.tie_word_embeddings:
+            raise ValueError(
+                "head='value' has no output embedding that tie_word_embeddings=True could share. "
+                "Set tie_word_embeddings=False."
             )
 
     @property

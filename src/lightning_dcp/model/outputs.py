@@ -21,7 +21,7 @@ class HiddenStates(NamedTuple):
     Attributes:
         hidden: ``[rows, hidden_size]``, the same on all tensor-parallel ranks.
         weight: ``[local vocabulary, hidden_size]``: this rank's slice of the output layer, or of
-            the embedding where the two are tied.
+            the embedding where the two are tied; ``[1, hidden_size]`` of a value head.
     """
 
     hidden: Tensor

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_dcp.objectives.outputs import TargetOutputs
 from lightning_dcp.packing import GlobalBatch, Jagged, MicroBatch
 
 
@@ -24,12 +23,29 @@ class Extra:
             ``"either"``.
         num_dims: Dimensions beyond: 1 for ``k`` values a token.
         integer: Whether the values are ids.
+        boolean: Whether the values are True or False.
     """
 
     key: str
     of: Literal["token", "sample", "either"] = "token"
     num_dims: int = 0
     integer: bool = False
+    boolean: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What the values are, for errors."""
+        return "integers" if self.integer else "bool" if self.boolean else "floating point"
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether the values are of this kind."""
+        is_bool = values.dtype == torch.bool
+        is_float = values.is_floating_point()
+        return {
+            "integers": not is_bool and not is_float and not values.is_complex(),
+            "bool": is_bool,
+            "floating point": is_float,
+        }[self.kind]
 
     @property
     def form(self) -> str:
@@ -39,42 +55,61 @@ class Extra:
             "token": f"a jagged tensor [num_samples, length*{trailing}]",
             "sample": f"a dense tensor [num_samples{trailing}]",
         }
-        kind = "integers" if self.integer else "floating point"
-        return " or ".join(forms[of] for of in forms if self.of in (of, "either")) + f", {kind}"
+        wanted = [form for of, form in forms.items() if self.of in (of, "either")]
+        return f"{' or '.join(wanted)}, {self.kind}"
 
 
 class Objective(ABC):
-    """A loss on per-token log-probabilities; the engine does not change with it.
+    """A loss on what the model gives for a micro-batch; the engine does not change with it.
 
     The loss of a step is the sum of all target tokens' losses over the number of target tokens in
     the global batch. An objective gives the losses; weights in it scale a token's loss and leave
-    the number alone.
+    the number alone. One that is no sum over tokens says what it counts instead.
 
     Attributes:
         temperature: What logits are divided by; predictions use the same, so that they serve as
             old log-probabilities.
+        head: What the model must end in: an output layer over the ``"vocabulary"``, or a
+            ``"value"`` a token (``ModelConfig(head=...)``).
+        counts: What :meth:`count` counts, in the plural.
     """
 
     temperature: float = 1.0
+    head: ClassVar[Literal["vocabulary", "value"]] = "vocabulary"
+    counts: ClassVar[str] = "tokens"
 
     @property
     def extras(self) -> tuple[Extra, ...]:
         """Keys that the batch must have; ``micro_batch.target_extras`` has them row by row."""
         return ()
 
+    @property
+    def keep_together(self) -> str | None:
+        """The per-sample key whose equal values name samples that need one micro-batch, if any."""
+        return None
+
     @abstractmethod
-    def __call__(self, outputs: TargetOutputs, micro_batch: MicroBatch) -> Tensor:
+    def __call__(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
         """The losses of a micro-batch's rows on this rank.
 
         Args:
-            outputs: Log-probabilities and entropies of the targets, made when asked for.
+            outputs: :class:`~lightning_dcp.objectives.TargetOutputs`: log-probabilities and
+                entropies of the targets, made when asked for; with ``head = "value"``
+                :class:`~lightning_dcp.objectives.ValueOutputs`.
             micro_batch: The rows. ``target_extras`` holds each key of :attr:`extras` at the target
                 of each row: ``[rows, ...]``, 0 where there is none.
 
         Returns:
-            ``[rows]``, of which rows without a target are left out, or the sum of the targets'
-            losses, a scalar. Either must depend on ``outputs``, also without a target.
+            ``[rows]``, of which rows without a target are left out, or the sum of what this rank
+            counts, a scalar. Either must depend on ``outputs``, also without a target.
         """
+
+    def count(self, micro_batch: MicroBatch) -> Tensor:
+        """What this rank's losses count as: an int64 scalar tensor, the target tokens by default.
+
+        The step's loss is the sum of all ranks' losses over the sum of these.
+        """
+        return micro_batch.num_tokens
 
     def check(self, batch: GlobalBatch, *, vocab_size: int | None = None) -> None:
         """Refuses a global batch that lacks what this objective reads.
@@ -111,8 +146,7 @@ class Objective(ABC):
                 f"{name} needs '{extra.key}' as {extra.form}; found it {found}"
                 f"{'' if of == 'token' else f', of shape {list(values.shape)}'}."
             )
-        is_integer = not values.is_floating_point() and values.dtype != torch.bool
-        if is_integer != extra.integer or values.is_complex():
+        if not extra.holds(values):
             raise TypeError(f"{name} needs '{extra.key}' as {extra.form}; found {values.dtype}.")
 
 

@@ -1,4 +1,4 @@
-"""What a model says about the targets of a micro-batch, made only when an objective asks."""
+"""What a model says about the rows of a micro-batch, made only when an objective asks."""
 
 from __future__ import annotations
 
@@ -161,3 +161,25 @@ class LogitsOutputs(TargetOutputs):
 
     def _targets_only(self, values: Tensor) -> Tensor:
         return torch.where(self.labels != IGNORE_INDEX, values, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueOutputs:
+    """What a model with a value head says about one micro-batch's rows on this rank.
+
+    Attributes:
+        hidden: ``[rows, h]``, the same on all tensor-parallel ranks.
+        weight: ``[1, h]``, the same on all of them too.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+
+    def values(self) -> Tensor:
+        """``[rows]``: the value of each row's prefix, which ends with the row's own token.
+
+        float32 (float64 for a float64 model), differentiable; anything at padding.
+        """
+        # A product in bfloat16 would round values to three digits.
+        exact = torch.promote_types(self.hidden.dtype, torch.float32)
+        return torch.mv(self.hidden.to(exact), self.weight[0].to(exact))
