@@ -99,6 +99,20 @@ def test_jsonl_and_text_files_are_tokenised(capsys, tmp_path):
     assert sorted(values["first_batch"]["lengths"]) == [10, 40, 100, 301]
 
 
+@pytest.mark.parametrize(
+    ("options", "execution"),
+    [
+        ([], "free_running"),
+        (["--pipeline_model_parallel_size=2"], "lockstep"),
+        (["--expert_model_parallel_size=2"], "lockstep"),
+        (["--pipeline_model_parallel_size=2", "--execution=free_running"], "free_running"),
+    ],
+)
+def test_plans_for_what_the_parallel_sizes_run(capsys, tmp_path, options, execution):
+    found = json_of(capsys, tmp_path / "plan.json", *POOL, *LONG_TAIL, *FEW, *options)
+    assert found["execution"] == execution
+
+
 @pytest.mark.parametrize("planner", ["static", "longest_sequence", "balanced"])
 @pytest.mark.parametrize("execution", ["lockstep", "free_running"])
 def test_the_json_holds_what_evaluate_says(capsys, tmp_path, planner, execution):

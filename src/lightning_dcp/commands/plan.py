@@ -42,9 +42,10 @@ class PoolOptions:
     """Tensor-parallel size."""
     context_parallel_size: int | None = None
     """CP size of the static run to compare with; none for the smallest that holds every sample."""
-    execution: Execution = "lockstep"
+    execution: Execution | None = None
     """lockstep: a step lasts as long as its slowest rank, as under pipeline and expert parallelism;
-    free_running: only the members of a group wait for each other."""
+    free_running: only the members of a group wait for each other; none for what the engine plans
+    for: free_running, or lockstep with a pipeline- or expert-parallel size above 1."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_seqlen_per_dp_cp_rank", "tp_size"):
@@ -107,7 +108,7 @@ def main(args: Sequence[str]) -> None:
             tp_size=pool.tp_size,
             tp_sizes=output.suggest_tp_sizes or [pool.tp_size],
             cap=cap,
-            execution=pool.execution,
+            execution=_execution(pool, costs),
         )
         print(f"\n{suggestion.text()}")
     if output.plot is not None:
@@ -148,7 +149,7 @@ def compare_planners(pool: PoolOptions, batches: Batches, costs: Costs) -> list[
                 tp_size=pool.tp_size,
                 context_parallel_size=static_size if planner == "static" else None,
                 cost_model=costs.cost_model(pool.tp_size),
-                execution=pool.execution,
+                execution=_execution(pool, costs),
             )
         )
         for planner in planners
@@ -158,6 +159,10 @@ def compare_planners(pool: PoolOptions, batches: Batches, costs: Costs) -> list[
         for one in figures:
             one.add(batches[index])
     return figures
+
+
+def _execution(pool: PoolOptions, costs: Costs) -> Execution:
+    return pool.execution or costs.options.execution
 
 
 def _report(pool: PoolOptions, batches: Batches, costs: Costs, figures: Sequence[Figures]) -> str:
@@ -170,7 +175,7 @@ def _report(pool: PoolOptions, batches: Batches, costs: Costs, figures: Sequence
     )
     of_pool = (
         f"pool: {pool.num_ranks} DPxCP ranks, max_seqlen_per_dp_cp_rank="
-        f"{pool.max_seqlen_per_dp_cp_rank}{tp}, {pool.execution}"
+        f"{pool.max_seqlen_per_dp_cp_rank}{tp}, {_execution(pool, costs)}"
     )
     notes = [f"note: {note}" for note in costs.notes(pool.num_ranks)]
     model = f"model: {costs.describe()}"
@@ -202,7 +207,7 @@ def _values(
         "num_ranks": pool.num_ranks,
         "max_seqlen_per_dp_cp_rank": pool.max_seqlen_per_dp_cp_rank,
         "tp_size": pool.tp_size,
-        "execution": pool.execution,
+        "execution": _execution(pool, costs),
         "model": costs.model.fingerprint,
         "num_batches": len(batches),
         "global_batch_size": batches.global_batch_size,

@@ -20,7 +20,7 @@ from lightning_dcp.engine.ahead import PlanAhead
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import ParallelContext, bind_micro_batch
-from lightning_dcp.planning import CostModel, Plan, plan_global_batch
+from lightning_dcp.planning import CostModel, Execution, Plan, execution_of, plan_global_batch
 
 MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are."""
@@ -38,12 +38,15 @@ class PlanSettings:
         planner: Name of a planner.
         context_parallel_size: CP size of the ``static`` planner.
         cost_model: Predicts the time of micro-batches; planning's default if None.
+        execution: Who waits for whom; None for what the parallel sizes imply: lockstep under
+            pipeline or expert parallelism, else free-running.
     """
 
     max_seqlen_per_dp_cp_rank: int
     planner: str = "balanced"
     context_parallel_size: int | None = None
     cost_model: CostModel | None = None
+    execution: Execution | None = None
 
 
 @dataclass(frozen=True)
@@ -136,14 +139,20 @@ class DynamicCPEngine:
         return prepared
 
     def _plan(self, lengths: NDArray[np.int64]) -> Plan:
+        sizes = self.context.sizes
+        execution = self.settings.execution or execution_of(
+            pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+            expert_model_parallel_size=sizes.expert_model_parallel_size,
+        )
         return plan_global_batch(
             lengths,
-            num_ranks=self.context.sizes.dp_cp_size,
+            num_ranks=sizes.dp_cp_size,
             max_seqlen_per_dp_cp_rank=self.settings.max_seqlen_per_dp_cp_rank,
             planner=self.settings.planner,
-            tp_size=self.context.sizes.tensor_model_parallel_size,
+            tp_size=sizes.tensor_model_parallel_size,
             context_parallel_size=self._static_size(),
             cost_model=self.settings.cost_model,
+            execution=execution,
         )
 
     def _static_size(self) -> int | None:

@@ -19,6 +19,23 @@ Execution = Literal["lockstep", "free_running"]
 """Who waits for whom: a step for all of its ranks, or only the members of a group."""
 
 
+def execution_of(
+    *, pipeline_model_parallel_size: int = 1, expert_model_parallel_size: int = 1
+) -> Execution:
+    """How a run of these sizes executes its steps.
+
+    Stages hand micro-batches on in one order, and experts exchange rows over the whole pool: every
+    step then waits for its slowest rank. Without either, a rank meets others only in its CP group,
+    and in the reduction of gradients at the end.
+
+    Args:
+        pipeline_model_parallel_size: Pipeline stages.
+        expert_model_parallel_size: Ranks that share the experts.
+    """
+    together = pipeline_model_parallel_size > 1 or expert_model_parallel_size > 1
+    return "lockstep" if together else "free_running"
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """What a planner gets: the lengths, the pool, and rows and time of each sample at each size.
