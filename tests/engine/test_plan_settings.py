@@ -42,6 +42,16 @@ def test_plans_are_made_for_what_the_parallel_sizes_run(tp, pp, ep, execution):
     assert execution_of(pipeline_model_parallel_size=pp, expert_model_parallel_size=ep) == execution
 
 
+def test_packs_are_planned_with_their_padding():
+    settings = PlanSettings(max_seqlen_per_dp_cp_rank=20, pad_to_length_bucket=8)
+    bucketed = plan_of(settings)
+    rows = [bucketed.rows(group) for step in bucketed.steps for group in step.groups]
+    assert set(rows) <= {8, 16}
+    settings = PlanSettings(max_seqlen_per_dp_cp_rank=20, pad_to_length=18)
+    fixed = plan_of(settings)
+    assert {fixed.rows(group) for step in fixed.steps for group in step.groups} == {18}
+
+
 @pytest.mark.parametrize("execution", ["free_running", "lockstep"])
 def test_a_given_execution_stays(execution):
     settings = PlanSettings(max_seqlen_per_dp_cp_rank=16, execution=execution)

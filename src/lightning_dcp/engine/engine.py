@@ -40,6 +40,8 @@ class PlanSettings:
         cost_model: Predicts the time of micro-batches; planning's default if None.
         execution: Who waits for whom; None for what the parallel sizes imply: lockstep under
             pipeline or expert parallelism, else free-running.
+        pad_to_length: Rows of a rank that every micro-batch is padded to.
+        pad_to_length_bucket: Number that the rows of a micro-batch are rounded up to a multiple of.
     """
 
     max_seqlen_per_dp_cp_rank: int
@@ -47,6 +49,8 @@ class PlanSettings:
     context_parallel_size: int | None = None
     cost_model: CostModel | None = None
     execution: Execution | None = None
+    pad_to_length: int | None = None
+    pad_to_length_bucket: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class DynamicCPEngine:
             context_parallel_size=self._static_size(),
             cost_model=self.settings.cost_model,
             execution=execution,
+            pad_to_length=self.settings.pad_to_length,
+            pad_to_length_bucket=self.settings.pad_to_length_bucket,
         )
 
     def _static_size(self) -> int | None:
@@ -172,6 +178,7 @@ class DynamicCPEngine:
                 cp_rank=rank - group.first_rank,
                 tp_size=self.context.sizes.tensor_model_parallel_size,
                 target_extras=planned.target_extras,
+                padding=planned.plan.padding,
             )
             micro_batch.to(self.context.device, non_blocking=True)
             yield bind_micro_batch(micro_batch, self.context.cp_groups)

@@ -26,7 +26,8 @@ def lower_bound(problem: Problem) -> float:
     The largest of several bounds. A plan has ``K`` steps on ``N`` ranks; sample ``i`` has
     ``r_i(s)`` rows and adds ``t_i(s)`` on a group of ``s`` ranks; ``f(s) = f(1) + h(s)`` is the
     fixed time of a micro-batch. Every minimum is over the sizes that hold the sample under the cap
-    ``C``; ``alone_i = min_s (t_i(s) + f(s))``, ``work_i = min_s s * t_i(s)`` and
+    ``C`` (the rows that samples may take, where packs are padded further, which counts as no time);
+    ``alone_i = min_s (t_i(s) + f(s))``, ``work_i = min_s s * t_i(s)`` and
     ``space_i = min_s s * r_i(s)``.
 
     Number of steps. Call ``u`` a share if numbers that add up to at most 1 keep a sum of at most 1
@@ -69,9 +70,7 @@ def lower_bound(problem: Problem) -> float:
         problem: The planning request.
     """
     tables = _Tables.of(problem)
-    # No group holds more than all rows: a cap above means no cap, and may be too large for int64.
-    cap = min(problem.cap, int(problem.row_table.max(axis=0).sum()))
-    shares = [_share(problem.row_table, cap, k) for k in _ROUNDINGS]
+    shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
     num_steps = 1
     for share in shares:
         ranks = _least(tables.fits, tables.sizes * share)
@@ -94,7 +93,8 @@ class _Tables:
         sizes: CP sizes; ``[num_sizes, 1]``.
         fixed: ``f(s)``; ``[num_sizes, 1]``.
         fits: Whether a size holds a sample; ``[num_sizes, num_samples]``.
-        alone: ``[num_samples]``, like the next two.
+        smallest: The smallest size that holds each sample; ``[num_samples]``, like the next three.
+        alone: See there.
         work: Seconds of all ranks.
         space: Rows of all ranks.
     """
@@ -102,6 +102,7 @@ class _Tables:
     sizes: NDArray[np.float64]
     fixed: NDArray[np.float64]
     fits: NDArray[np.bool_]
+    smallest: NDArray[np.int64]
     alone: NDArray[np.float64]
     work: NDArray[np.float64]
     space: NDArray[np.float64]
@@ -110,11 +111,12 @@ class _Tables:
     def of(cls, problem: Problem) -> _Tables:
         sizes = np.array(problem.sizes, dtype=np.float64)[:, None]
         fixed = np.array([problem.fixed[s] for s in problem.sizes])[:, None]
-        fits = problem.row_table <= problem.cap
+        fits = problem.row_table <= problem.room_table
         return cls(
             sizes=sizes,
             fixed=fixed,
             fits=fits,
+            smallest=np.array(problem.sizes)[fits.argmax(axis=0)],
             alone=_least(fits, problem.time_table + fixed),
             work=_least(fits, sizes * problem.time_table),
             space=_least(fits, sizes * problem.row_table),
@@ -126,12 +128,12 @@ def _least(fits: NDArray[np.bool_], table: NDArray[np.float64]) -> NDArray[np.fl
     return least
 
 
-def _share(rows: NDArray[np.int64], cap: int, k: int) -> NDArray[np.float64]:
-    share: NDArray[np.float64] = rows / cap
+def _share(rows: NDArray[np.int64], room: NDArray[np.int64], k: int) -> NDArray[np.float64]:
+    share: NDArray[np.float64] = rows / room
     if k == 0:
         return share
     # In integers: a share rounded up by mistake would break the proof.
-    whole, rest = np.divmod((k + 1) * rows, cap)
+    whole, rest = np.divmod((k + 1) * rows, room)
     return np.where(rest == 0, share, whole / k)
 
 
@@ -155,14 +157,17 @@ def _longest(problem: Problem, tables: _Tables, num_steps: int) -> float:
 
 def _exclusive(problem: Problem, tables: _Tables) -> float:
     large = 2 * tables.sizes[:, 0] > problem.num_ranks
-    alone = 2 * np.array(problem.min_sizes) > problem.num_ranks
+    alone = 2 * tables.smallest > problem.num_ranks
     if not alone.any():
         return 0.0
     fits = tables.fits[large][:, alone]
     times = _least(fits, problem.time_table[large][:, alone])
     rows = _least(fits, problem.row_table[large][:, alone].astype(np.float64))
     fixed = float(tables.fixed[large].min())
-    return math.fsum(times) + math.ceil(math.fsum(rows) / problem.cap - 1e-9) * fixed
+    return (
+        math.fsum(times)
+        + math.ceil(math.fsum(rows) / problem.rooms[problem.num_ranks] - 1e-9) * fixed
+    )
 
 
 def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
@@ -170,8 +175,7 @@ def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
     if num_ranks & (num_ranks - 1) == 0:
         return 0.0
     fits, sizes = tables.fits[:-1], tables.sizes[:-1]
-    min_sizes = np.array(problem.min_sizes)
-    parts = [int((min_sizes < m).sum()) for m in problem.sizes[1:-1] if num_ranks % m]
+    parts = [int((tables.smallest < m).sum()) for m in problem.sizes[1:-1] if num_ranks % m]
     num_parts = min(parts, default=0)
     if num_parts == 0:
         num_steps = max(math.ceil(math.fsum(share[-1]) - 1e-9) for share in shares)
@@ -183,9 +187,9 @@ def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
         in_part, whole = _least(fits, sizes * cost[:-1]), cost[-1]
         for c in problem.sizes[1:-1]:
             usable = num_ranks - num_ranks % c
-            big = min_sizes >= c
+            big = tables.smallest >= c
             saved = np.where(np.isfinite(in_part), whole - in_part / usable, 0.0)[big]
-            most = _most(saved, space[big], num_parts * usable * problem.cap)
+            most = _most(saved, space[big], num_parts * usable * problem.rooms[1])
             best = max(best, math.fsum(whole[big]) - most)
     return best
 
@@ -198,7 +202,7 @@ def _longest_step(problem: Problem, tables: _Tables, num_steps: int) -> float:
     bounds = []
     for k, size in enumerate(problem.sizes):
         if tables.fits[k, sample]:
-            space = problem.num_ranks * problem.cap - size * int(problem.row_table[k, sample])
+            space = problem.num_ranks * problem.rooms[1] - size * int(problem.row_table[k, sample])
             rest = (total - _most(work, tables.space, space)) / problem.num_ranks
             alone = float(problem.time_table[k, sample]) + problem.fixed[size]
             bounds.append(alone + rest + (num_steps - 1) * problem.fixed[1])
@@ -207,7 +211,7 @@ def _longest_step(problem: Problem, tables: _Tables, num_steps: int) -> float:
 
 def _leading_steps(problem: Problem, tables: _Tables, num_steps: int) -> float:
     # More steps than rows are as good as any number.
-    space = float(problem.num_ranks * min(problem.cap, 2**50))
+    space = float(problem.num_ranks * min(problem.rooms[1], 2**50))
     longest = np.argsort(-tables.alone, kind="stable")
     filled = np.cumsum(tables.space[longest])
     steps = np.arange(min(num_steps, _NUM_LEADING))

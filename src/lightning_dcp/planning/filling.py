@@ -30,7 +30,7 @@ class Bins:
         first = len(self.size)
         self.size += [size] * number
         self.load += [problem.fixed[size]] * number
-        self.room += [problem.cap] * number
+        self.room += [problem.rooms[size]] * number
         self.samples += [[] for _ in range(number)]
         return range(first, first + number)
 

@@ -72,12 +72,15 @@ def _micro_batches(problem: Problem) -> list[Pack]:
     position = next_left(0)
     while position < len(order):
         size = problem.min_sizes[order[position]]
-        rows, room, samples = negated[size], problem.cap, []
+        rows, room, samples = negated[size], problem.rooms[size], []
         while position < len(order):
             samples.append(order[position])
             room += rows[position]
             following[position] = position + 1
             position = next_left(bisect_left(rows, -room, lo=position + 1))
+            # Rows ascend with the tokens of single samples, but not always with those of units.
+            while position < len(order) and room < -rows[position]:
+                position = next_left(position + 1)
         packs.append(Pack(size, tuple(samples)))
         position = next_left(0)
     return packs

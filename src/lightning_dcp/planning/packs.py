@@ -55,7 +55,7 @@ def complete(problem: Problem, packs: Iterable[Pack]) -> list[Pack] | None:
     done = []
     while free and heap:
         *_, pack = heapq.heappop(heap)
-        parts = _split(problem, pack, free) or _double(pack, free)
+        parts = _split(problem, pack, free) or _double(problem, pack, free)
         if parts is None:
             # Fewer ranks are free from here on: what cannot grow now never can.
             done.append(pack)
@@ -94,7 +94,7 @@ def best_fit(problem: Problem, size: int, sample_ids: Iterable[int]) -> list[lis
         position = bisect_left(rooms, (rows[sample], -1))
         if position == len(rooms):
             bins.append([sample])
-            insort(rooms, (problem.cap - rows[sample], len(bins) - 1))
+            insort(rooms, (problem.rooms[size] - rows[sample], len(bins) - 1))
         else:
             room, index = rooms.pop(position)
             bins[index].append(sample)
@@ -145,12 +145,16 @@ def _by_time(problem: Problem, pack: Pack) -> tuple[float, int, Pack]:
     return -total_time(problem, pack.sample_ids, pack.size), min(pack.sample_ids), pack
 
 
-def _double(pack: Pack, free: int) -> list[Pack] | None:
+def _double(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
     # Only single samples: small ones take more rows a rank at CP 2 than at CP 1, up to twice
     # (they are padded to 2 * tp_size rows), and then a full pack would not fit.
+    size = 2 * pack.size
     if pack.size > free or len(pack.sample_ids) > 1:
         return None
-    return [Pack(2 * pack.size, pack.sample_ids)]
+    # The same holds for the samples of a unit, which is one here.
+    if problem.rows[size][pack.sample_ids[0]] > problem.rooms[size]:
+        return None
+    return [Pack(size, pack.sample_ids)]
 
 
 def _split(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
@@ -169,7 +173,7 @@ def _split(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
         kept_after = kept_time + problem.times[pack.size][sample]
         moved_after = moved_time + problem.times[size][sample]
         rows_after = moved_rows + problem.rows[size][sample]
-        if moved_after < kept_after and rows_after <= problem.cap:
+        if moved_after < kept_after and rows_after <= problem.rooms[size]:
             moved.append(sample)
             moved_time, moved_rows = moved_after, rows_after
         else:
