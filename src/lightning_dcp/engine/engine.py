@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dcp.engine.agreement import agree_on_lengths
-from lightning_dcp.engine.ahead import PlanAhead
+from lightning_dcp.engine.ahead import PlanAhead, UnitIds, read_units
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import ParallelContext, bind_micro_batch
@@ -113,6 +113,7 @@ class DynamicCPEngine:
         vocab_size: int | None = None,
         target_extras: Iterable[str] = (),
         check: Callable[[GlobalBatch], None] | None = None,
+        keep_together: str | None = None,
     ) -> PlannedBatch:
         """Checks a global batch, compares it over all ranks and plans it; a collective.
 
@@ -122,27 +123,32 @@ class DynamicCPEngine:
             target_extras: Further keys that micro-batches get by target as well, as
                 ``MicroBatch.target_extras``.
             check: Raises a ValueError or TypeError for a batch that the loss cannot use.
+            keep_together: Key of a dense tensor ``[num_samples]`` of ints: samples with equal ones
+                go into the same micro-batch.
 
         Raises:
-            TypeError: As ``read_global_batch`` and ``check``.
+            TypeError: As ``read_global_batch`` and ``check``, or no such tensor.
             ValueError: As ``read_global_batch``, ``plan_global_batch`` and ``check``, or the ranks
                 hold different batches. What is wrong on one rank is an error on every rank.
         """
         prepared: PlannedBatch | None = None
+        units: UnitIds = None
         error: Exception | None = None
         try:
             read = read_global_batch(batch, vocab_size=vocab_size)
             if check is not None:
                 check(read)
-            prepared = PlannedBatch(read, *self.ahead.get(read.lengths), tuple(target_extras))
+            units = _units_of(read, keep_together)
+            plan, wait = self.ahead.get(read.lengths, units)
+            prepared = PlannedBatch(read, plan, wait, tuple(target_extras))
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
-        agree_on_lengths(lengths, error, self.context.host_group)
+        agree_on_lengths(lengths, error, self.context.host_group, units=units)
         assert prepared is not None
         return prepared
 
-    def _plan(self, lengths: NDArray[np.int64]) -> Plan:
+    def _plan(self, lengths: NDArray[np.int64], units: UnitIds = None) -> Plan:
         sizes = self.context.sizes
         execution = self.settings.execution or execution_of(
             pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
@@ -159,6 +165,7 @@ class DynamicCPEngine:
             execution=execution,
             pad_to_length=self.settings.pad_to_length,
             pad_to_length_bucket=self.settings.pad_to_length_bucket,
+            keep_together=units,
         )
 
     def _static_size(self) -> int | None:
@@ -260,6 +267,17 @@ class DynamicCPEngine:
             for micro_batch in self.micro_batches(planned)
         ]
         return collect_outputs(rows, planned.plan, self.context, everywhere=everywhere)
+
+
+def _units_of(batch: GlobalBatch, keep_together: str | None) -> UnitIds:
+    if keep_together is None:
+        return None
+    if keep_together not in batch.extras:
+        raise ValueError(
+            f"keep_together={keep_together!r}: the batch has no such key; its further keys are "
+            f"{sorted(batch.extras)}."
+        )
+    return read_units(batch.extras[keep_together])
 
 
 def _zero_gradients(ddp: DistributedDataParallel) -> None:
