@@ -74,7 +74,7 @@ def lower_bound(problem: Problem) -> float:
     num_steps = 1
     for share in shares:
         ranks = _least(tables.fits, tables.sizes * share)
-        num_steps = max(num_steps, math.ceil(math.fsum(ranks) / problem.num_ranks - 1e-9))
+        num_steps = max(num_steps, math.ceil(_sum(ranks) / problem.num_ranks - 1e-9))
     bounds = [_priced(problem, tables, share, num_steps) for share in shares]
     bounds += [_longest(problem, tables, num_steps), _exclusive(problem, tables)]
     bounds.append(_layout(problem, tables, shares))
@@ -141,12 +141,12 @@ def _priced(problem: Problem, tables: _Tables, share: NDArray[np.float64], num_s
     sizes, ranks = tables.sizes, problem.num_ranks * num_steps
     hops = tables.fixed - tables.fixed[0]
     cost = np.where(tables.fits, sizes * (problem.time_table + share * hops), np.inf)
-    best = math.fsum(cost.min(axis=0))
+    best = _sum(cost.min(axis=0))
     if sizes[cost.argmin(axis=0), 0].sum() < ranks:
         # The cheapest sizes would leave ranks empty: find a good price of a rank.
         top = float(np.where(np.isfinite(cost), cost, 0.0).max())
         for price in (top * _PRICE_STEP**k for k in range(_NUM_PRICES)):
-            best = max(best, math.fsum((cost - price * sizes).min(axis=0)) + price * ranks)
+            best = max(best, _sum((cost - price * sizes).min(axis=0)) + price * ranks)
     return num_steps * problem.fixed[1] + best / problem.num_ranks
 
 
@@ -164,10 +164,7 @@ def _exclusive(problem: Problem, tables: _Tables) -> float:
     times = _least(fits, problem.time_table[large][:, alone])
     rows = _least(fits, problem.row_table[large][:, alone].astype(np.float64))
     fixed = float(tables.fixed[large].min())
-    return (
-        math.fsum(times)
-        + math.ceil(math.fsum(rows) / problem.rooms[problem.num_ranks] - 1e-9) * fixed
-    )
+    return _sum(times) + math.ceil(_sum(rows) / problem.rooms[problem.num_ranks] - 1e-9) * fixed
 
 
 def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
@@ -178,8 +175,8 @@ def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
     parts = [int((tables.smallest < m).sum()) for m in problem.sizes[1:-1] if num_ranks % m]
     num_parts = min(parts, default=0)
     if num_parts == 0:
-        num_steps = max(math.ceil(math.fsum(share[-1]) - 1e-9) for share in shares)
-        return math.fsum(problem.time_table[-1]) + num_steps * problem.fixed[num_ranks]
+        num_steps = max(math.ceil(_sum(share[-1]) - 1e-9) for share in shares)
+        return _sum(problem.time_table[-1]) + num_steps * problem.fixed[num_ranks]
     space = _least(fits, sizes * problem.row_table[:-1])
     best = 0.0
     for share in shares:
@@ -190,7 +187,7 @@ def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
             big = tables.smallest >= c
             saved = np.where(np.isfinite(in_part), whole - in_part / usable, 0.0)[big]
             most = _most(saved, space[big], num_parts * usable * problem.rooms[1])
-            best = max(best, math.fsum(whole[big]) - most)
+            best = max(best, _sum(whole[big]) - most)
     return best
 
 
@@ -198,7 +195,7 @@ def _longest_step(problem: Problem, tables: _Tables, num_steps: int) -> float:
     sample = int(tables.alone.argmax())
     work = tables.work.copy()
     work[sample] = 0.0
-    total = math.fsum(work)
+    total = _sum(work)
     bounds = []
     for k, size in enumerate(problem.sizes):
         if tables.fits[k, sample]:
@@ -223,9 +220,14 @@ def _leading_steps(problem: Problem, tables: _Tables, num_steps: int) -> float:
     held = np.interp(
         (steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(tables.work[dense])
     )
-    rest = np.maximum(0.0, math.fsum(tables.work) - held) / problem.num_ranks
+    rest = np.maximum(0.0, _sum(tables.work) - held) / problem.num_ranks
     bounds = np.cumsum(lead) + rest + (num_steps - 1 - steps) * problem.fixed[1]
     return float(bounds.max())
+
+
+def _sum(values: NDArray[np.float64]) -> float:
+    # The same on every machine; a list, since numbers come out of an array one by one slowly.
+    return math.fsum(values.tolist())
 
 
 def _most(values: NDArray[np.float64], weights: NDArray[np.float64], capacity: float) -> float:
@@ -235,4 +237,4 @@ def _most(values: NDArray[np.float64], weights: NDArray[np.float64], capacity: f
     order = np.argsort(-values / weights, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     part = np.clip((capacity - before) / weights[order], 0.0, 1.0)
-    return math.fsum(values[order] * part)
+    return _sum(values[order] * part)

@@ -62,14 +62,14 @@ def _open_leaders(
         # Of the last micro-batch opened: its room and time until the limit.
         room, slack = 0, 0.0
         for i in samples:
-            if rows[i] <= room and times[i] <= slack:
-                bins.put(problem, -1, i)
-            else:
+            if rows[i] > room or times[i] > slack:
                 bins.open(problem, size)
-                bins.put(problem, -1, i)
                 room, slack = problem.rooms[size], limit - problem.fixed[size]
             room -= rows[i]
             slack -= times[i]
+            bins.load[-1] += times[i]
+            bins.room[-1] = room
+            bins.samples[-1].append(i)
     load = bins.load
     return sorted(range(len(load)), key=lambda b: (-load[b], b))
 

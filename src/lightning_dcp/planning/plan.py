@@ -149,6 +149,9 @@ class Plan:
     def _check_partition(self, index: int, step: Step) -> None:
         next_rank = 0
         for group in step.groups:
+            if group.size >= 1 and group.first_rank == next_rank:
+                next_rank += group.size
+                continue
             where = f"step {index}, {_ranks(group)}"
             if group.size < 1:
                 raise PlanError(f"{where}: a group of {group.size} ranks; a group needs 1 or more")
@@ -157,12 +160,10 @@ class Plan:
                     f"{where}: the group starts at rank {group.first_rank}, but the groups before "
                     f"it already take ranks 0-{next_rank - 1}: groups overlap or are out of order"
                 )
-            if group.first_rank > next_rank:
-                raise PlanError(
-                    f"{where}: ranks {next_rank}-{group.first_rank - 1} before the group are in "
-                    f"no group; the groups must partition ranks 0-{self.num_ranks - 1}"
-                )
-            next_rank = group.first_rank + group.size
+            raise PlanError(
+                f"{where}: ranks {next_rank}-{group.first_rank - 1} before the group are in no "
+                f"group; the groups must partition ranks 0-{self.num_ranks - 1}"
+            )
         if next_rank != self.num_ranks:
             raise PlanError(
                 f"step {index}: the groups end before rank {next_rank}, the pool is ranks "
@@ -188,9 +189,11 @@ class Plan:
             )
         if not ids:
             return "the group holds no sample, so its ranks have no work"
-        if min(ids) < 0 or max(ids) >= len(self.lengths):
+        ascends = list(ids) == sorted(ids)
+        least, most = (ids[0], ids[-1]) if ascends else (min(ids), max(ids))
+        if least < 0 or most >= len(self.lengths):
             return f"sample ids {ids} are not all within the batch of {len(self.lengths)} samples"
-        if list(ids) != sorted(ids):
+        if not ascends:
             return f"sample ids {ids} do not ascend"
         try:
             rows = self.rows(group)

@@ -64,6 +64,8 @@ class Problem:
         times: By CP size: seconds that each sample adds to its micro-batch.
         fixed: By CP size: seconds of a micro-batch whatever its samples.
         rooms: By CP size: the rows that samples may take so that the padded pack keeps the cap.
+        has_tails: Whether packs are filled up by different numbers of rows, whose time is no
+            sample's: :meth:`tail_time`.
         parts: Where the times of the samples go.
         row_table: The same as ``rows``; int64, ``[num_sizes, num_samples]``.
         time_table: The same as ``times``; float64, ``[num_sizes, num_samples]``.
@@ -87,6 +89,7 @@ class Problem:
     times: dict[int, list[float]] = field(init=False, repr=False)
     fixed: dict[int, float] = field(init=False, repr=False)
     rooms: dict[int, int] = field(init=False, repr=False)
+    has_tails: bool = field(init=False, repr=False)
     parts: CostParts = field(init=False, repr=False)
     row_table: NDArray[np.int64] = field(init=False, repr=False)
     time_table: NDArray[np.float64] = field(init=False, repr=False)
@@ -122,6 +125,7 @@ class Problem:
             "times": dict(zip(sizes, times.tolist(), strict=True)),
             "fixed": {size: self.cost_model.fixed_time(size) + filled for size in sizes},
             "rooms": dict(zip(sizes, rooms, strict=True)),
+            "has_tails": not padding.is_tight and padding.pad_to_length is None,
             "parts": parts,
             "row_table": rows,
             "time_table": times,
@@ -176,11 +180,6 @@ class Problem:
             return 0.0
         more = self.padding.pack_rows(rows, size, self.tp_size) - rows
         return self.cost_model.seconds_per_row * more
-
-    @property
-    def has_tails(self) -> bool:
-        """Whether packs are filled up by different numbers of rows: these are no part of times."""
-        return not (self.padding.is_tight or self.padding.pad_to_length is not None)
 
     @cached_property
     def bound(self) -> float:

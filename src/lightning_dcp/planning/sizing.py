@@ -89,7 +89,7 @@ class Sizer:
     def limits(self, doublings: int) -> list[float]:
         """``2**doublings`` limits on a sample's time that are worth a try, a factor apart."""
         longest = float(self.alone[self.smallest, self.columns].max())
-        mean = math.fsum(self.alone[0][self.smallest == 0]) / self.problem.num_ranks
+        mean = math.fsum(self.alone[0][self.smallest == 0].tolist()) / self.problem.num_ranks
         low = 0.5 * min(longest, max(mean, float(self.fastest.max())))
         # Square roots are exact to the last bit on every machine, other powers are not.
         factor = longest / low

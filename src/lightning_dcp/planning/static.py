@@ -86,8 +86,15 @@ def plan_static_below(problem: Problem, time: float) -> list[Step] | None:
         if work + _fewest_steps(problem, size) * problem.fixed[size] >= time:
             continue
         bins = _pack(problem, size)
-        steps = _steps(problem, size, bins) if bins is not None else []
-        predicted = predicted_time(problem, steps) if steps else math.inf
+        if bins is None:
+            continue
+        if problem.execution == "lockstep":
+            # Known without the steps: those of _steps() hold neighbours in this order.
+            times = sorted([total_time(problem, samples, size) for samples in bins], reverse=True)
+            if math.fsum(times[::num_groups]) >= time:
+                continue
+        steps = _steps(problem, size, bins)
+        predicted = predicted_time(problem, steps)
         if predicted < time:
             best, time = steps, predicted
     return best
