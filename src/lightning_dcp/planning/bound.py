@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 _ROUNDINGS = (0, 1, 2, 3)
 # Prices that are tried, each so much of the last.
 _NUM_PRICES, _PRICE_STEP = 24, 0.6875
+# Intervals of the time of the longest step.
+_NUM_INTERVALS = 24
 # Steps that are bounded one by one, from the longest on.
 _NUM_LEADING = 64
 
@@ -60,7 +63,8 @@ def lower_bound(problem: Problem) -> float:
        and of the fixed times is left for the other steps.
     6. Lockstep only. Samples with ``alone_i > a`` need ``ceil(space / (N * C))`` steps, each of
        which lasts longer than ``a``: this bounds the longest step, the two longest and so on. The
-       ``m`` longest hold no more work than fits their space; the other steps do the rest.
+       ``m`` longest hold no more work than fits their space; the other steps do the rest. Work is
+       that of 1: ``min_s w_i(s)`` of each sample, so that the rest pays for its groups as well.
 
     1 to 4 hold for ranks that do not wait for each other as well: each rank runs ``K``
     micro-batches, the last one is done no earlier than the average one, and two groups of more
@@ -71,18 +75,59 @@ def lower_bound(problem: Problem) -> float:
     """
     tables = _Tables.of(problem)
     shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
-    num_steps = 1
-    for share in shares:
-        ranks = _least(tables.fits, tables.sizes * share)
-        num_steps = max(num_steps, math.ceil(_sum(ranks) / problem.num_ranks - 1e-9))
-    bounds = [_priced(problem, tables, share, num_steps) for share in shares]
+    num_steps, cost, share = _costs(problem, tables, shares)
+    bounds = [_priced(problem, tables, cost, num_steps)]
     bounds += [_longest(problem, tables, num_steps), _exclusive(problem, tables)]
-    bounds.append(_layout(problem, tables, shares))
+    bounds.append(_layout(problem, tables, [*shares, share]))
     if problem.execution == "lockstep":
         bounds.append(_longest_step(problem, tables, num_steps))
-        bounds.append(_leading_steps(problem, tables, num_steps))
+        bounds.append(_leading_steps(problem, tables, cost.min(axis=0), num_steps))
     # A sum of rounded numbers may end up above its exact value.
     return max(bounds) * (1.0 - 1e-10)
+
+
+def raised_bound(problem: Problem, seconds: float) -> float:
+    """:func:`lower_bound`, raised by looking at each time that the longest step may take.
+
+    In lockstep, with a plan of ``seconds`` at hand. The longest step of a quicker plan lasts a time
+    ``L`` from the largest ``alone_i`` to ``seconds``, and no sample is on a size where it alone
+    takes longer. Let ``low <= L <= high``. Bounds 1 and 6 then hold with the minima over sizes with
+    ``t_i(s) + f(s) <= high`` alone, and in 6 the longest step lasts ``low`` at least. Some such
+    interval holds, so that the least of their bounds is one, unless ``seconds`` is less.
+
+    Args:
+        problem: The planning request.
+        seconds: Predicted time of a plan of it.
+    """
+    bound = problem.bound
+    tables = _Tables.of(problem)
+    low = float(tables.alone.max())
+    if problem.execution != "lockstep" or not bound < seconds or not low < seconds:
+        return bound
+    shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
+    num_steps, cost, _ = _costs(problem, tables, shares)
+    alone = problem.time_table + tables.fixed
+    least = seconds
+    grid = np.geomspace(low, seconds, _NUM_INTERVALS + 1)
+    grid[0], grid[-1] = low, seconds
+    for low, high in pairwise(grid.tolist()):
+        work = np.where(alone <= high, cost, np.inf).min(axis=0)
+        whole = num_steps * problem.fixed[1] + _sum(work) / problem.num_ranks
+        least = min(least, max(whole, _leading_steps(problem, tables, work, num_steps, low)))
+        if least <= bound:
+            break
+    return max(bound, least * (1.0 - 1e-10))
+
+
+def _costs(
+    problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
+) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
+    """The least number of steps, ``w_i(s)``, and the shares in it."""
+    ranks, _ = _mix(tables.fits, shares, tables.sizes)
+    num_steps = max(1, math.ceil(_sum(ranks.min(axis=0)) / problem.num_ranks - 1e-9))
+    hops = tables.sizes * (tables.fixed - tables.fixed[0])
+    cost, share = _mix(tables.fits, shares, hops, tables.sizes * problem.time_table)
+    return num_steps, cost, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +182,30 @@ def _share(rows: NDArray[np.int64], room: NDArray[np.int64], k: int) -> NDArray[
     return np.where(rest == 0, share, whole / k)
 
 
-def _priced(problem: Problem, tables: _Tables, share: NDArray[np.float64], num_steps: int) -> float:
+def _mix(
+    fits: NDArray[np.bool_],
+    shares: list[NDArray[np.float64]],
+    weight: NDArray[np.float64],
+    base: NDArray[np.float64] | float = 0.0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of ``base + weight * share`` a share for each size, so that the least of each sample adds up
+    to much; both tables, the first with infinities where a size does not hold a sample.
+    """
+    tables = [np.where(fits, base + weight * share, np.inf) for share in shares]
+    totals = [float(table.min(axis=0).sum()) for table in tables]
+    start = max(range(len(shares)), key=totals.__getitem__)
+    mixed, chosen, best = tables[start].copy(), shares[start].copy(), totals[start]
+    for size in reversed(range(len(mixed))):
+        others = np.delete(mixed, size, axis=0).min(axis=0, initial=np.inf)
+        for table, share in zip(tables, shares, strict=True):
+            total = float(np.minimum(others, table[size]).sum())
+            if total > best:
+                mixed[size], chosen[size], best = table[size], share[size], total
+    return mixed, chosen
+
+
+def _priced(problem: Problem, tables: _Tables, cost: NDArray[np.float64], num_steps: int) -> float:
     sizes, ranks = tables.sizes, problem.num_ranks * num_steps
-    hops = tables.fixed - tables.fixed[0]
-    cost = np.where(tables.fits, sizes * (problem.time_table + share * hops), np.inf)
     best = _sum(cost.min(axis=0))
     if sizes[cost.argmin(axis=0), 0].sum() < ranks:
         # The cheapest sizes would leave ranks empty: find a good price of a rank.
@@ -206,7 +271,13 @@ def _longest_step(problem: Problem, tables: _Tables, num_steps: int) -> float:
     return min(bounds)
 
 
-def _leading_steps(problem: Problem, tables: _Tables, num_steps: int) -> float:
+def _leading_steps(
+    problem: Problem,
+    tables: _Tables,
+    work: NDArray[np.float64],
+    num_steps: int,
+    longest_step: float = 0.0,
+) -> float:
     # More steps than rows are as good as any number.
     space = float(problem.num_ranks * min(problem.rooms[1], 2**50))
     longest = np.argsort(-tables.alone, kind="stable")
@@ -215,12 +286,11 @@ def _leading_steps(problem: Problem, tables: _Tables, num_steps: int) -> float:
     # The first sample with which the space up to it is more than that many steps have.
     first = np.searchsorted(filled, steps * space, side="right")
     lead = tables.alone[longest][np.minimum(first, len(longest) - 1)]
-    dense = np.argsort(-tables.work / tables.space, kind="stable")
+    lead[0] = max(lead[0], longest_step)
+    dense = np.argsort(-work / tables.space, kind="stable")
     # A sample that does not fit whole counts in part; below the first one, it counts whole.
-    held = np.interp(
-        (steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(tables.work[dense])
-    )
-    rest = np.maximum(0.0, _sum(tables.work) - held) / problem.num_ranks
+    held = np.interp((steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(work[dense]))
+    rest = np.maximum(0.0, _sum(work) - held) / problem.num_ranks
     bounds = np.cumsum(lead) + rest + (num_steps - 1 - steps) * problem.fixed[1]
     return float(bounds.max())
 
