@@ -47,7 +47,8 @@ def plan_balanced(problem: Problem) -> list[Step]:
     4. Single ranks' micro-batches are dealt to the steps again in the order of their times.
     5. Attempts follow with other limits, numbers of steps, and with small groups in place of single
        ranks where these add little work (fewer micro-batches are easier to balance), until the
-       bound says that little is left to gain or the attempts for so many samples are used up.
+       bound says that little is left to gain or the attempts for so many samples are used up;
+       many samples get more attempts where the bound is far off.
 
     The result is compared with ``static`` at every size, ``longest_sequence`` and, where it is
     there and quick enough, Megatron-Core's scheduler; the best is taken.
@@ -117,7 +118,8 @@ class _Attempts:
         if not self._good():
             self._try_others(plain, many=number > _FEW_SAMPLES)
         assert self.best is not None
-        if number > _FEW_SAMPLES and self.problem.bound < _POOR * self.best.seconds:
+        poor = self.problem.bound < _POOR * self.best.seconds
+        if poor and _FEW_SAMPLES < number <= _SAMPLES_IN_MORE:
             self.left = min(_MORE_ATTEMPTS, _SAMPLES_IN_MORE // number)
             self.spare = self.left // 4
             self._try_others(plain, many=False)

@@ -37,7 +37,9 @@ def lower_bound(problem: Problem) -> float:
     under ``u``: ``u(x) = x`` is one, and ``u(x) = floor((k + 1) * x) / k`` where ``(k + 1) * x`` is
     no integer, else ``x`` (Fekete and Schepers 2001, dual feasible functions). The rows of a group
     keep the cap, so the shares ``u(r_i(s) / C)`` of its samples add up to at most 1, and those of
-    a step, times the sizes, to at most ``N``: ``K >= sum_i min_s s * u(r_i(s) / C) / N``.
+    a step, times the sizes, to at most ``N``: ``K >= sum_i min_s s * u(r_i(s) / C) / N``. This is
+    said of groups of one size at a time, so that ``u`` may be another function for each size: with
+    one for all, a sample would seem to cost no hops on a size where its share rounds to zero.
 
     1. Work. A step lasts as long as its ranks are busy on average or longer, so a plan takes at
        least ``K * f(1) + sum over groups of s * (h(s) + sum_i t_i(s)) / N``. ``h(s)`` is at least
