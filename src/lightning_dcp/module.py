@@ -36,6 +36,7 @@ from lightning_dcp.packing import (
     unpack_rows,
 )
 from lightning_dcp.parallel import bind_micro_batch
+from lightning_dcp.refusals import Run, refuse
 from lightning_dcp.schedule import LRSchedule
 
 if TYPE_CHECKING:
@@ -86,11 +87,7 @@ class DynamicCPModule(LightningModule):
             raise TypeError(f"objective must be an Objective, found a {type(objective).__name__}.")
         if objective is None:
             objective = ValueLoss() if model.head == "value" else SFT()
-        if objective.head != model.head:
-            raise ValueError(
-                f"{type(objective).__name__} needs a model with head={objective.head!r}, found "
-                f"ModelConfig(head={model.head!r})."
-            )
+        refuse(Run(model=model, objective=objective))
         self.model_config = model
         self.optimizer_settings = optimizer
         self.lr_schedule = lr_schedule
@@ -132,6 +129,7 @@ class DynamicCPModule(LightningModule):
             dtype=strategy.precision_plugin.dtype,
             seed=self.seed,
             recompute=strategy.recompute,
+            fp8=strategy.fp8,
         )
         self._built_on = strategy.context
         if kept is not None:
