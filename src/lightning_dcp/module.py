@@ -17,6 +17,7 @@ from lightning_dcp.model import (
     ModelConfig,
     build_gpt_model,
     hidden_states,
+    take_mtp_losses,
     whole_logits,
 )
 from lightning_dcp.objectives import (
@@ -58,7 +59,8 @@ class DynamicCPModule(LightningModule):
         objective: What is trained for; by default :class:`~lightning_dcp.objectives.SFT`, or
             :class:`~lightning_dcp.objectives.ValueLoss` for a model with a value head.
         fused_loss: Whether losses and log-probabilities come from the fused linear cross-entropy;
-            False makes all logits, which takes far more memory, to compare with.
+            False makes all logits, which takes far more memory, to compare with. Those of
+            multi-token prediction are always fused.
         predict_everywhere: Whether ``predict`` gives its results to all ranks, not to the first
             alone.
 
@@ -90,6 +92,12 @@ class DynamicCPModule(LightningModule):
             raise ValueError(
                 f"{type(objective).__name__} needs a model with head={objective.head!r}, found "
                 f"ModelConfig(head={model.head!r})."
+            )
+        if model.mtp_num_layers and type(objective).count is not Objective.count:
+            raise ValueError(
+                f"ModelConfig(mtp_num_layers={model.mtp_num_layers}) weighs its losses by target "
+                f"tokens, and {type(objective).__name__} counts {objective.counts} of its own. Set "
+                "mtp_num_layers=0."
             )
         self.model_config = model
         self.optimizer_settings = optimizer
@@ -161,7 +169,9 @@ class DynamicCPModule(LightningModule):
                 "example_input_array out; use validate for losses."
             )
         batch = read_global_batch({"input_ids": input_ids}, vocab_size=self.vocab_size)
-        micro_batch = pack_micro_batch(batch, range(len(batch))).to(context.device)
+        lookahead = self.model_config.mtp_num_layers
+        micro_batch = pack_micro_batch(batch, range(len(batch)), lookahead=lookahead)
+        micro_batch.to(context.device)
         hidden, weight = self.hidden_states(bind_micro_batch(micro_batch, context.cp_groups))
         logits = (hidden @ weight.t())[:, : self.vocab_size]
         rows = unpack_rows([logits], micro_batch.layout, micro_batch.sample_ids)
@@ -238,7 +248,16 @@ class DynamicCPModule(LightningModule):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         self.last_step = self._strategy.train_on(batch)
         self.log_step(self.last_step)
+        if self.model_config.mtp_num_layers:
+            self._log_mtp(samples=len(self.last_step.plan.lengths))
         return self.last_step.loss
+
+    def _log_mtp(self, *, samples: int) -> None:
+        """Logs the mean loss of each depth of multi-token prediction, equal on all ranks."""
+        assert self.model is not None
+        losses = take_mtp_losses(self.model, self._strategy.context)
+        named = {f"mtp_loss_{depth}": loss for depth, loss in enumerate(losses, start=1)}
+        self.log_dict(named, batch_size=samples)
 
     def log_step(self, step: StepResult) -> None:
         """Logs what a training step gave, once a step; equal on all ranks, so nothing is synced.

@@ -22,7 +22,14 @@ from lightning_dcp.engine import (
 )
 from lightning_dcp.engine.checkpoint import gather_whole
 from lightning_dcp.loss import linear_cross_entropy
-from lightning_dcp.model import ModelConfig, MoEConfig, Recompute, build_gpt_model, hidden_states
+from lightning_dcp.model import (
+    ModelConfig,
+    MoEConfig,
+    Recompute,
+    build_gpt_model,
+    hidden_states,
+    take_mtp_losses,
+)
 from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
 
 DENSE = ModelConfig(
@@ -125,7 +132,9 @@ def jagged(batch: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}
 
 
-def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
+def train(
+    layout: Layout, config: ModelConfig, lengths: list[list[int]] = LENGTHS
+) -> dict[str, Any]:
     """Trains three steps on this rank's layout; numbers are whole, as on one process."""
     context = setup_parallel(layout.sizes)
     try:
@@ -155,10 +164,13 @@ def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
             )
             return loss, micro_batch.num_tokens
 
-        found: dict[str, Any] = {"losses": [], "norms": [], "grads": [], "evals": [], "packs": []}
+        keys = ("losses", "ahead", "norms", "grads", "evals", "packs")
+        found: dict[str, Any] = {key: [] for key in keys}
         cp_sizes = set()
-        for batch in batches():
-            planned = engine.prepare(jagged(batch), vocab_size=config.vocab_size)
+        for batch in batches(lengths):
+            planned = engine.prepare(
+                jagged(batch), vocab_size=config.vocab_size, lookahead=config.mtp_num_layers
+            )
             cp_sizes |= set(planned.plan.cp_sizes())
             found["packs"].append(
                 [group.sample_ids for one in planned.plan.steps for group in one.groups]
@@ -166,6 +178,7 @@ def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
             found["evals"].append(float(engine.eval_step(planned, step).loss))
             result = engine.train_step(ddp, planned, step, force_all_reduce=True)
             found["losses"].append(float(result.loss))
+            found["ahead"].append(take_mtp_losses(model, context).tolist())
             mine = {name: p.main_grad for name, p in model.named_parameters()}
             found["grads"].append(numpy(gather_whole(mine, model, context)))
             optimizer.step()
@@ -188,16 +201,25 @@ def close(found: np.ndarray, wanted: np.ndarray, name: str) -> None:
     assert difference < 1e-5, f"{name}: off by {difference:.2e} of {scale:.2e}"
 
 
-def check(layout: Layout, config: ModelConfig, *, timeout: float = 120) -> dict[str, Any]:
+def check(
+    layout: Layout,
+    config: ModelConfig,
+    *,
+    lengths: list[list[int]] = LENGTHS,
+    timeout: float = 120,
+) -> dict[str, Any]:
     """The layout's numbers are those of the plain reference, from the same initial weights."""
     (single,) = run_distributed(start_of, 1, config)
-    results = run_distributed(train, layout.world, layout, config, timeout=timeout)
+    results = run_distributed(train, layout.world, layout, config, lengths, timeout=timeout)
     found = results[0]
     assert set(found["start"]) == set(single)
     for name, value in single.items():
         np.testing.assert_array_equal(found["start"][name], value, err_msg=name)
-    wanted = reference.train(single, config, batches(), clip=CLIP, packs=found["packs"], **SETTINGS)
-    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-5)
+    wanted = reference.train(
+        single, config, batches(lengths), clip=CLIP, packs=found["packs"], **SETTINGS
+    )
+    for key in ("losses", "ahead"):
+        np.testing.assert_allclose(found[key], wanted[key], rtol=1e-5)
     np.testing.assert_allclose(found["evals"], wanted["losses"], rtol=1e-5)
     for step, (mine, theirs) in enumerate(zip(found["grads"], wanted["grads"], strict=True)):
         assert set(mine) == set(theirs)
@@ -207,6 +229,7 @@ def check(layout: Layout, config: ModelConfig, *, timeout: float = 120) -> dict[
     for name, value in wanted["weights"].items():
         close(found["weights"][name], value, f"{name} after three steps")
     for other in results[1:]:
+        assert other["ahead"] == found["ahead"]
         assert other["losses"] == pytest.approx(found["losses"], rel=1e-6)
         assert other["norms"] == pytest.approx(found["norms"], rel=1e-6)
     return found

@@ -58,12 +58,14 @@ class PlannedBatch:
         plan: The plan, the same on every rank.
         plan_wait: Seconds that this rank had to wait for the plan.
         target_extras: Keys whose values micro-batches get by target as well.
+        lookahead: Depths of multi-token prediction that micro-batches carry ids and labels for.
     """
 
     batch: GlobalBatch
     plan: Plan
     plan_wait: float = 0.0
     target_extras: tuple[str, ...] = ()
+    lookahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class DynamicCPEngine:
         *,
         vocab_size: int | None = None,
         target_extras: Iterable[str] = (),
+        lookahead: int = 0,
         check: Callable[[GlobalBatch], None] | None = None,
     ) -> PlannedBatch:
         """Checks a global batch, compares it over all ranks and plans it; a collective.
@@ -118,6 +121,7 @@ class DynamicCPEngine:
             vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
             target_extras: Further keys that micro-batches get by target as well, as
                 ``MicroBatch.target_extras``.
+            lookahead: Depths of multi-token prediction of a model that is trained on the batch.
             check: Raises a ValueError or TypeError for a batch that the loss cannot use.
 
         Raises:
@@ -131,7 +135,9 @@ class DynamicCPEngine:
             read = read_global_batch(batch, vocab_size=vocab_size)
             if check is not None:
                 check(read)
-            prepared = PlannedBatch(read, *self.ahead.get(read.lengths), tuple(target_extras))
+            prepared = PlannedBatch(
+                read, *self.ahead.get(read.lengths), tuple(target_extras), lookahead
+            )
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
@@ -158,11 +164,7 @@ class DynamicCPEngine:
     def micro_batches(self, planned: PlannedBatch) -> Iterator[MicroBatch]:
         """This rank's micro-batches, one a step of the plan, bound and on its device."""
         rank = self.context.pool_rank
-        totals = BatchTotals(
-            tokens=sum(planned.plan.lengths),
-            sequences=len(planned.plan.lengths),
-            targets=planned.batch.num_targets.to(self.context.device, non_blocking=True),
-        )
+        totals = self._totals(planned)
         for step in planned.plan.steps:
             group = step.group_of(rank)
             micro_batch = pack_micro_batch(
@@ -172,6 +174,7 @@ class DynamicCPEngine:
                 cp_rank=rank - group.first_rank,
                 tp_size=self.context.sizes.tensor_model_parallel_size,
                 target_extras=planned.target_extras,
+                lookahead=planned.lookahead,
             )
             micro_batch.to(self.context.device, non_blocking=True)
             yield bind_micro_batch(
@@ -180,6 +183,18 @@ class DynamicCPEngine:
                 batch_totals=totals,
                 max_rows_of_step=self._most_rows(planned.plan, step),
             )
+
+    def _totals(self, planned: PlannedBatch) -> BatchTotals:
+        targets, *ahead = (
+            planned.batch.num_targets_from(1 + depth).to(self.context.device, non_blocking=True)
+            for depth in range(1 + planned.lookahead)
+        )
+        return BatchTotals(
+            tokens=sum(planned.plan.lengths),
+            sequences=len(planned.plan.lengths),
+            targets=targets,
+            targets_ahead=tuple(ahead),
+        )
 
     def _most_rows(self, plan: Plan, step: Step) -> int:
         """The most rows that any rank has in a step."""
