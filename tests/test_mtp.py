@@ -142,6 +142,31 @@ def test_training_on_a_batch_that_was_not_prepared_for_it():
     assert "engine.prepare(..., lookahead=2)" in message
 
 
+def train_without_an_output_layer():
+    """Runs one pass whose output layer fails when it is called; the gradients' norms by part."""
+    context = setup_parallel(ParallelSizes(world_size=1))
+    try:
+        model = build_gpt_model(CONFIG, context)
+        model.output_layer.forward = None
+        engine = DynamicCPEngine(context, PlanSettings(max_seqlen_per_dp_cp_rank=96))
+        planned = engine.prepare(trainers.jagged([[1, 2, 3, 4]]), lookahead=2)
+        (micro_batch,) = engine.micro_batches(planned)
+        hidden, _ = hidden_states(model, micro_batch)
+        (hidden * 0).sum().backward()
+        return {name: float(p.grad.norm()) for name, p in model.named_parameters()}
+    finally:
+        engine.close()
+        context.destroy()
+
+
+def test_losses_come_along_with_any_use_of_the_hidden_states_and_make_no_logits():
+    (norms,) = run_distributed(train_without_an_output_layer, 1)
+    for part in ("mtp.layers.0.eh_proj", "mtp.layers.1.eh_proj", "decoder.layers.0.mlp.linear_fc1"):
+        assert norms[f"{part}.weight"] > 0
+    assert norms["embedding.word_embeddings.weight"] > 0
+    assert norms["output_layer.weight"] > 0
+
+
 def build(recompute):
     context = setup_parallel(ParallelSizes(world_size=1))
     try:
