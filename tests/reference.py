@@ -232,8 +232,8 @@ def train(
         batch_loss: Instead, from the logits of all samples and batch, a sum and what divides it.
 
     Returns:
-        ``losses`` and ``norms`` by step, ``ahead`` by step and depth, ``grads`` by step and name
-        (before clipping), ``weights``.
+        ``losses`` and ``norms`` by step, ``mtp_losses`` by step and depth, ``grads`` by step and
+        name (before clipping), ``weights``.
     """
     weights = {k: torch.tensor(v) for k, v in state.items()}
     trained = {k: w.requires_grad_() for k, w in weights.items() if not k.endswith("expert_bias")}
@@ -277,7 +277,7 @@ def train(
         _update_biases(config, weights, routers)
     return {
         "losses": losses,
-        "ahead": ahead,
+        "mtp_losses": ahead,
         "norms": norms,
         "grads": grads,
         "weights": {k: w.detach().numpy() for k, w in weights.items()},

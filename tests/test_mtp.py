@@ -114,7 +114,7 @@ def check(logged, wanted, step):
     assert logged["train_loss"] == pytest.approx(wanted["losses"][step], rel=1e-5)
     assert logged["grad_norm"] == pytest.approx(wanted["norms"][step], rel=1e-5)
     found = [logged[f"mtp_loss_{depth}"] for depth in (1, 2)]
-    assert found == pytest.approx(wanted["ahead"][step], rel=1e-5)
+    assert found == pytest.approx(wanted["mtp_losses"][step], rel=1e-5)
 
 
 def unprepared():

@@ -9,15 +9,14 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_dcp.engine import OptimizerSettings, StepResult
 from lightning_dcp.model import (
     HiddenStates,
     ModelConfig,
-    build_gpt_model,
+    build_model,
     hidden_states,
-    take_mtp_losses,
+    model_chunks,
     whole_logits,
 )
 from lightning_dcp.objectives import (
@@ -134,7 +133,7 @@ class DynamicCPModule(LightningModule):
         if self.model is not None and self._built_on is strategy.context:
             return
         kept = None if self.model is None else self.model.state_dict()
-        self.model = build_gpt_model(
+        self.model = build_model(
             self.model_config,
             strategy.context,
             dtype=strategy.precision_plugin.dtype,
@@ -159,15 +158,17 @@ class DynamicCPModule(LightningModule):
             Jagged ``[num_samples, length*, vocab_size]``; ``[..., 1]``, values, of a value head.
 
         Raises:
-            NotImplementedError: Tensor parallelism, whose ranks would have to take part.
+            NotImplementedError: Tensor, expert or pipeline parallelism, whose ranks would have to
+                take part.
         """
         context = self._strategy.context
-        if context.sizes.tensor_model_parallel_size > 1:
-            raise NotImplementedError(
-                "forward runs on one rank, which tensor_model_parallel_size="
-                f"{context.sizes.tensor_model_parallel_size} does not allow. Leave "
-                "example_input_array out; use validate for losses."
-            )
+        for name in ("tensor", "pipeline", "expert"):
+            size = getattr(context.sizes, f"{name}_model_parallel_size")
+            if size > 1:
+                raise NotImplementedError(
+                    f"forward runs on one rank, which {name}_model_parallel_size={size} does not "
+                    "allow. Leave example_input_array out; use validate for losses."
+                )
         batch = read_global_batch({"input_ids": input_ids}, vocab_size=self.vocab_size)
         lookahead = self.model_config.mtp_num_layers
         micro_batch = pack_micro_batch(batch, range(len(batch)), lookahead=lookahead)
@@ -187,7 +188,7 @@ class DynamicCPModule(LightningModule):
             ``hidden`` ``[rows, hidden_size]`` and ``weight`` ``[local vocabulary, hidden_size]``.
         """
         assert self.model is not None
-        return hidden_states(self.model, micro_batch)
+        return hidden_states(model_chunks(self.model)[-1], micro_batch)
 
     def micro_batch_step(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The loss of one packed micro-batch on this rank; override it for another loss.
@@ -248,16 +249,7 @@ class DynamicCPModule(LightningModule):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         self.last_step = self._strategy.train_on(batch)
         self.log_step(self.last_step)
-        if self.model_config.mtp_num_layers:
-            self._log_mtp(samples=len(self.last_step.plan.lengths))
         return self.last_step.loss
-
-    def _log_mtp(self, *, samples: int) -> None:
-        """Logs the mean loss of each depth of multi-token prediction, equal on all ranks."""
-        assert self.model is not None
-        losses = take_mtp_losses(self.model, self._strategy.context)
-        named = {f"mtp_loss_{depth}": loss for depth, loss in enumerate(losses, start=1)}
-        self.log_dict(named, batch_size=samples)
 
     def log_step(self, step: StepResult) -> None:
         """Logs what a training step gave, once a step; equal on all ranks, so nothing is synced.
@@ -274,6 +266,7 @@ class DynamicCPModule(LightningModule):
         }
         if step.plan_wait_share is not None:
             values["plan_wait_share"] = step.plan_wait_share
+        values |= step.router_losses | step.mtp_losses
         samples = len(step.plan.lengths)
         self.log("train_loss", step.loss, prog_bar=True, batch_size=samples)
         self.log_dict(values, batch_size=samples)
@@ -344,7 +337,7 @@ class DynamicCPModule(LightningModule):
         """Megatron-Core's optimizer and a torch scheduler; one step of both a global batch."""
         optimizer = self._strategy.build_optimizer(self.optimizer_settings)
         total = self.lr_schedule.total_steps(self.trainer)
-        scheduler = LambdaLR(optimizer, lambda step: self.lr_schedule.factor(step, total))
+        scheduler = self.lr_schedule.scheduler(optimizer, total)
         return cast(
             OptimizerLRScheduler,
             {

@@ -18,7 +18,7 @@ from lightning_dcp.engine import (
     PlanSettings,
     build_optimizer,
     full_model_state,
-    wrap_ddp,
+    wrap_chunks,
 )
 from lightning_dcp.engine.checkpoint import gather_whole
 from lightning_dcp.loss import linear_cross_entropy
@@ -26,9 +26,9 @@ from lightning_dcp.model import (
     ModelConfig,
     MoEConfig,
     Recompute,
-    build_gpt_model,
+    build_model,
     hidden_states,
-    take_mtp_losses,
+    model_chunks,
 )
 from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
 
@@ -138,10 +138,12 @@ def train(
     """Trains three steps on this rank's layout; numbers are whole, as on one process."""
     context = setup_parallel(layout.sizes)
     try:
-        model = build_gpt_model(config, context, seed=1, recompute=layout.recompute)
-        install_cp_hooks(model)
+        model = build_model(config, context, seed=1, recompute=layout.recompute)
+        chunks = model_chunks(model)
+        for chunk in chunks:
+            install_cp_hooks(chunk)
         start = full_model_state(model, context)
-        ddp = wrap_ddp(model, context)
+        ddp = wrap_chunks(chunks, context)
         settings = OptimizerSettings(**SETTINGS).to_megatron()
         optimizer = build_optimizer(ddp, context, settings, clip_grad=CLIP)
         engine = DynamicCPEngine(
@@ -154,7 +156,7 @@ def train(
         )
 
         def step(micro_batch):
-            hidden, weight = hidden_states(model, micro_batch)
+            hidden, weight = hidden_states(chunks[-1], micro_batch)
             loss = linear_cross_entropy(
                 hidden,
                 weight,
@@ -164,21 +166,33 @@ def train(
             )
             return loss, micro_batch.num_tokens
 
-        keys = ("losses", "ahead", "norms", "grads", "evals", "packs")
-        found: dict[str, Any] = {key: [] for key in keys}
+        found: dict[str, Any] = {
+            "losses": [],
+            "mtp_losses": [],
+            "norms": [],
+            "grads": [],
+            "evals": [],
+            "packs": [],
+            "num_steps": [],
+            "router_losses": [],
+        }
         cp_sizes = set()
         for batch in batches(lengths):
             planned = engine.prepare(
                 jagged(batch), vocab_size=config.vocab_size, lookahead=config.mtp_num_layers
             )
             cp_sizes |= set(planned.plan.cp_sizes())
+            found["num_steps"].append(len(planned.plan.steps))
             found["packs"].append(
                 [group.sample_ids for one in planned.plan.steps for group in one.groups]
             )
-            found["evals"].append(float(engine.eval_step(planned, step).loss))
+            found["evals"].append(float(engine.eval_step(planned, step, model=model).loss))
             result = engine.train_step(ddp, planned, step, force_all_reduce=True)
             found["losses"].append(float(result.loss))
-            found["ahead"].append(take_mtp_losses(model, context).tolist())
+            found["mtp_losses"].append([float(loss) for loss in result.mtp_losses.values()])
+            found["router_losses"].append(
+                {name: float(loss) for name, loss in result.router_losses.items()}
+            )
             mine = {name: p.main_grad for name, p in model.named_parameters()}
             found["grads"].append(numpy(gather_whole(mine, model, context)))
             optimizer.step()
@@ -218,7 +232,7 @@ def check(
     wanted = reference.train(
         single, config, batches(lengths), clip=CLIP, packs=found["packs"], **SETTINGS
     )
-    for key in ("losses", "ahead"):
+    for key in ("losses", "mtp_losses"):
         np.testing.assert_allclose(found[key], wanted[key], rtol=1e-5)
     np.testing.assert_allclose(found["evals"], wanted["losses"], rtol=1e-5)
     for step, (mine, theirs) in enumerate(zip(found["grads"], wanted["grads"], strict=True)):
@@ -229,7 +243,7 @@ def check(
     for name, value in wanted["weights"].items():
         close(found["weights"][name], value, f"{name} after three steps")
     for other in results[1:]:
-        assert other["ahead"] == found["ahead"]
+        assert other["mtp_losses"] == found["mtp_losses"]
         assert other["losses"] == pytest.approx(found["losses"], rel=1e-6)
         assert other["norms"] == pytest.approx(found["norms"], rel=1e-6)
     return found
@@ -239,6 +253,6 @@ def start_of(config: ModelConfig) -> dict[str, np.ndarray]:
     """The initial weights of one process."""
     context = setup_parallel(ParallelSizes(world_size=dist.get_world_size()))
     try:
-        return numpy(full_model_state(build_gpt_model(config, context, seed=1), context))
+        return numpy(full_model_state(build_model(config, context, seed=1), context))
     finally:
         context.destroy()

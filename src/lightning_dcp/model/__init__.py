@@ -1,10 +1,9 @@
 """The model: Megatron-Core's GPTModel, with attention for packed sequences under any CP group."""
 
-from lightning_dcp.model.build import build_gpt_model
+from lightning_dcp.model.build import build_gpt_model, build_model, model_chunks
 from lightning_dcp.model.config import ModelConfig, Recompute
 from lightning_dcp.model.moe_config import MoEConfig
-from lightning_dcp.model.mtp import take_mtp_losses
-from lightning_dcp.model.outputs import HiddenStates, hidden_states, whole_logits
+from lightning_dcp.model.outputs import HiddenStates, hidden_states, stage_output, whole_logits
 
 __all__ = [
     "HiddenStates",
@@ -12,7 +11,9 @@ __all__ = [
     "ModelConfig",
     "Recompute",
     "build_gpt_model",
+    "build_model",
     "hidden_states",
-    "take_mtp_losses",
+    "model_chunks",
+    "stage_output",
     "whole_logits",
 ]

@@ -17,7 +17,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -32,7 +31,6 @@ from torch import Tensor
 
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model.norm import RMSNorm
-from lightning_dcp.parallel import ParallelContext
 from lightning_dcp.parallel.binding import BoundSequences
 
 
@@ -61,8 +59,8 @@ class MTPModel(GPTModel):
     alone.
 
     Attributes:
-        mtp_loss_sums: ``[depths]`` float32: what this rank added to each depth's mean loss since
-            :func:`take_mtp_losses`; None before the first.
+        mtp_loss_sums: ``[depths]`` float32: what this rank added to each depth's mean loss in this
+            step so far; None before the first.
         real_vocab_size: Columns of the head from there on are padding.
     """
 
@@ -173,27 +171,3 @@ def mtp_block(
         if not fused:
             spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
     return block
-
-
-def take_mtp_losses(model: torch.nn.Module, context: ParallelContext) -> Tensor:
-    """The mean loss of each depth over the last step, the same on all ranks; a collective.
-
-    Args:
-        model: The model or a module that has its chunks; sums start again at zero.
-        context: The parallel state.
-
-    Returns:
-        ``[depths]`` float32; ``[0]`` for a model without multi-token prediction.
-    """
-    chunks = [part for part in model.modules() if isinstance(part, MTPModel)]
-    if not chunks:
-        return torch.zeros(0, device=context.device)
-    means = torch.zeros(chunks[0].config.mtp_num_layers, device=context.device)
-    for chunk in chunks:
-        if chunk.mtp_loss_sums is not None:
-            means += chunk.mtp_loss_sums
-            chunk.mtp_loss_sums = None
-    groups = context.pg_collection
-    for group in (groups.dp_cp, groups.pp):
-        dist.all_reduce(means, group=group)
-    return means

@@ -74,6 +74,8 @@ class MicroBatch:
             ``[rows, ...]``, 0 where the row has no target.
         ahead: For each depth of multi-token prediction, from 1 on, what it reads.
         layout: The host's view of all of this.
+        is_filler: Whether it only fills up a pipeline's group: nothing in it counts, and the engine
+            takes its loss for zero.
     """
 
     input_ids: Tensor
@@ -90,6 +92,7 @@ class MicroBatch:
     target_extras: dict[str, Tensor] = field(default_factory=dict)
     ahead: tuple[Ahead, ...] = ()
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
+    is_filler: bool = False
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """This micro-batch with every tensor on ``device``; changes it in place."""
