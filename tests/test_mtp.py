@@ -22,6 +22,7 @@ from lightning_dcp.parallel import ParallelSizes, setup_parallel
 CONFIG = dataclasses.replace(trainers.CONFIG, mtp_num_layers=2, mtp_loss_scaling_factor=0.5)
 BATCHES = [trainers.random_batch(trainers.LENGTHS[index], index) for index in range(3)]
 TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 SAME = ("train_loss", "mtp_loss_1", "mtp_loss_2", "grad_norm", "val_loss")
 
 
@@ -106,7 +107,7 @@ def test_it_trains_logs_saves_and_goes_on_elsewhere(tmp_path):
     num_targets = sum(len(ids) - 1 for batch in BATCHES for ids in batch)
     assert logged["val_loss"] == pytest.approx(-float(alone.sum()) / num_targets, rel=1e-5)
 
-    for world, cap, strategy in ((1, 256, {}), (4, 48, TP2)):
+    for world, cap, strategy in ((1, 256, {}), (4, 48, TP2), (4, 48, PP2)):
         check(run_distributed(resume, world, path, cap, strategy)[0], wanted, 5)
 
 
