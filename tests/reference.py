@@ -26,21 +26,61 @@ def forward(
 
     ``routers`` gets the logits ``[length, experts]`` of each layer's router.
     """
+    return _head(weights, config, _last_hidden(weights, config, ids, routers))
+
+
+def forward_ahead(
+    weights: Weights, config: ModelConfig, ids: Tensor, routers: list[Tensor] | None = None
+) -> list[Tensor]:
+    """The same, and then those of each depth of multi-token prediction, DeepSeek-V3 section 2.2.
+
+    At depth k, row i sees token i + k, 0 past the end, and predicts token i + 1 + k.
+    """
+    hidden = _last_hidden(weights, config, ids, routers)
+    logits = [_head(weights, config, hidden)]
+    for depth in range(1, config.mtp_num_layers + 1):
+        names = _under(weights, f"mtp.layers.{depth - 1}.")
+        further = F.pad(ids[depth:], (0, min(depth, len(ids))))
+        embedded = weights["embedding.word_embeddings.weight"][further]
+        both = (
+            _norm(embedded, names["enorm.weight"], config),
+            _norm(hidden, names["hnorm.weight"], config),
+        )
+        hidden = torch.cat(both, -1) @ names["eh_proj.weight"].t()
+        hidden = _layer(_under(names, "mtp_model_layer."), config, hidden, routers)
+        hidden = _norm(hidden, names["final_layernorm.weight"], config)
+        logits.append(_head(weights, config, hidden))
+    return logits
+
+
+def _last_hidden(
+    weights: Weights, config: ModelConfig, ids: Tensor, routers: list[Tensor] | None
+) -> Tensor:
     hidden = weights["embedding.word_embeddings.weight"][ids]
-    cos, sin = _rope(config, len(ids), hidden.dtype)
     for layer in range(config.num_layers):
-        prefix = f"decoder.layers.{layer}."
-        names = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
-        normed = _norm(hidden, names["input_layernorm.weight"], config)
-        hidden = hidden + _attention(names, config, normed, cos, sin)
-        normed = _norm(hidden, names["pre_mlp_layernorm.weight"], config)
-        if config.moe is None:
-            hidden = hidden + _mlp(names, "mlp", normed)
-        else:
-            hidden = hidden + _experts(names, config, normed, routers)
-    hidden = _norm(hidden, weights["decoder.final_layernorm.weight"], config)
+        hidden = _layer(_under(weights, f"decoder.layers.{layer}."), config, hidden, routers)
+    return _norm(hidden, weights["decoder.final_layernorm.weight"], config)
+
+
+def _under(weights: Weights, prefix: str) -> Weights:
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+
+
+def _head(weights: Weights, config: ModelConfig, hidden: Tensor) -> Tensor:
     output = weights.get("output_layer.weight", weights["embedding.word_embeddings.weight"])
     return (hidden @ output.t())[:, : config.vocab_size]
+
+
+def _layer(
+    names: Weights, config: ModelConfig, hidden: Tensor, routers: list[Tensor] | None
+) -> Tensor:
+    cos, sin = _rope(config, len(hidden), hidden.dtype)
+    normed = _norm(hidden, names["input_layernorm.weight"], config)
+    hidden = hidden + _attention(names, config, normed, cos, sin)
+    normed = _norm(hidden, names["pre_mlp_layernorm.weight"], config)
+    if config.moe is None:
+        return hidden + _mlp(names, "mlp", normed)
+    return hidden + _experts(names, config, normed, routers)
 
 
 def _mlp(names: Weights, prefix: str, x: Tensor) -> Tensor:
@@ -112,8 +152,10 @@ def _update_biases(config: ModelConfig, weights: Weights, routers: list[list[Ten
     """Moves each expert's bias towards an even load, once a step."""
     if config.moe is None or not config.moe.expert_bias:
         return
-    for layer in range(config.num_layers):
-        bias = weights[f"decoder.layers.{layer}.mlp.router.expert_bias"]
+    layers = [f"decoder.layers.{layer}." for layer in range(config.num_layers)]
+    layers += [f"mtp.layers.{depth}.mtp_model_layer." for depth in range(config.mtp_num_layers)]
+    for layer, prefix in enumerate(layers):
+        bias = weights[f"{prefix}mlp.router.expert_bias"]
         logits = torch.cat([sample[layer].detach() for sample in routers])
         counts = chosen_experts(config, logits, bias).sum(0).float()
         bias += config.moe.expert_bias_update_rate * (counts.mean() - counts).sign()
@@ -155,6 +197,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
+def _losses_ahead(
+    config: ModelConfig, outputs: list[list[Tensor]], batch: list[list[int]]
+) -> list[Tensor]:
+    """Of each depth, the mean over its own targets in the batch; 0 without any."""
+    means = []
+    for depth in range(1, config.mtp_num_layers + 1):
+        rows = [logits[depth][: -1 - depth] for logits in outputs]
+        labels = [torch.tensor(ids[1 + depth :], dtype=torch.int64) for ids in batch]
+        total = F.cross_entropy(torch.cat(rows), torch.cat(labels), reduction="sum")
+        means.append(total / max(len(torch.cat(labels)), 1))
+    return means
+
+
 def train(
     state: dict[str, np.ndarray],
     config: ModelConfig,
@@ -177,7 +232,8 @@ def train(
         batch_loss: Instead, from the logits of all samples and batch, a sum and what divides it.
 
     Returns:
-        ``losses`` and ``norms`` by step, ``grads`` by step and name (before clipping), ``weights``.
+        ``losses`` and ``norms`` by step, ``mtp_losses`` by step and depth, ``grads`` by step and
+        name (before clipping), ``weights``.
     """
     weights = {k: torch.tensor(v) for k, v in state.items()}
     trained = {k: w.requires_grad_() for k, w in weights.items() if not k.endswith("expert_bias")}
@@ -189,14 +245,15 @@ def train(
         betas=(0.9, 0.95),
         eps=adam_eps,
     )
-    losses, grads, norms = [], [], []
+    losses, ahead, grads, norms = [], [], [], []
     for index, batch in enumerate(batches):
         optimizer.zero_grad()
         routers: list[list[Tensor]] = [[] for _ in batch]
-        outputs = [
-            forward(weights, config, torch.tensor(ids), of_sample)
+        of_depths = [
+            forward_ahead(weights, config, torch.tensor(ids), of_sample)
             for ids, of_sample in zip(batch, routers, strict=True)
         ]
+        outputs = [logits[0] for logits in of_depths]
         total, num_tokens = torch.zeros(()), 0
         if batch_loss is not None:
             total, num_tokens = batch_loss(outputs, index)
@@ -209,7 +266,10 @@ def train(
             total, num_tokens = total + part, num_tokens + count
         loss = total / max(num_tokens, 1)
         of_routers = _router_losses(config, routers, packs[index] if packs else None)
-        (loss + of_routers).backward()
+        further = _losses_ahead(config, of_depths, batch)
+        of_mtp = config.mtp_loss_scaling_factor * sum(further) / max(config.mtp_num_layers, 1)
+        (loss + of_routers + of_mtp).backward()
+        ahead.append([float(one.detach()) for one in further])
         losses.append(float(loss.detach()))
         grads.append({k: w.grad.numpy().copy() for k, w in trained.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), clip)))
@@ -217,6 +277,7 @@ def train(
         _update_biases(config, weights, routers)
     return {
         "losses": losses,
+        "mtp_losses": ahead,
         "norms": norms,
         "grads": grads,
         "weights": {k: w.detach().numpy() for k, w in weights.items()},

@@ -58,7 +58,7 @@ def small(name: str, folder: Path) -> list[str]:
     return [f"--config={ROOT / 'configs' / name}.yaml", f"--config={overrides}"]
 
 
-@pytest.mark.parametrize("name", ["quickstart", "static_cp"])
+@pytest.mark.parametrize("name", ["quickstart", "static_cp", "mtp"])
 def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     options = small(name, tmp_path)
     done = cli("fit", *options, cwd=tmp_path)
@@ -74,6 +74,9 @@ def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     rows = list(csv.DictReader(metrics.open()))
     assert sum(bool(row["train_loss"]) for row in rows) == 2
     assert sum(bool(row["val_loss"]) for row in rows) == 1
+    depths = {key for key in rows[0] if key.startswith("mtp_loss_")}
+    assert depths == ({"mtp_loss_1", "mtp_loss_2"} if name == "mtp" else set())
+    assert all(5 < float(row[key]) < 6 for row in rows if row["train_loss"] for key in depths)
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     saved = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     validated = cli("validate", *options, f"--ckpt_path={checkpoint}", cwd=tmp_path)

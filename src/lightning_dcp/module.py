@@ -59,7 +59,8 @@ class DynamicCPModule(LightningModule):
         objective: What is trained for; by default :class:`~lightning_dcp.objectives.SFT`, or
             :class:`~lightning_dcp.objectives.ValueLoss` for a model with a value head.
         fused_loss: Whether losses and log-probabilities come from the fused linear cross-entropy;
-            False makes all logits, which takes far more memory, to compare with.
+            False makes all logits, which takes far more memory, to compare with. Those of
+            multi-token prediction are always fused.
         predict_everywhere: Whether ``predict`` gives its results to all ranks, not to the first
             alone.
 
@@ -161,7 +162,9 @@ class DynamicCPModule(LightningModule):
                     "allow. Leave example_input_array out; use validate for losses."
                 )
         batch = read_global_batch({"input_ids": input_ids}, vocab_size=self.vocab_size)
-        micro_batch = pack_micro_batch(batch, range(len(batch))).to(context.device)
+        lookahead = self.model_config.mtp_num_layers
+        micro_batch = pack_micro_batch(batch, range(len(batch)), lookahead=lookahead)
+        micro_batch.to(context.device)
         hidden, weight = self.hidden_states(bind_micro_batch(micro_batch, context.cp_groups))
         logits = (hidden @ weight.t())[:, : self.vocab_size]
         rows = unpack_rows([logits], micro_batch.layout, micro_batch.sample_ids)
@@ -255,7 +258,7 @@ class DynamicCPModule(LightningModule):
         }
         if step.plan_wait_share is not None:
             values["plan_wait_share"] = step.plan_wait_share
-        values |= step.router_losses
+        values |= step.router_losses | step.mtp_losses
         samples = len(step.plan.lengths)
         self.log("train_loss", step.loss, prog_bar=True, batch_size=samples)
         self.log_dict(values, batch_size=samples)

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightning_dcp.alignment import PackPadding, longest_that_fits, rows_per_rank
 from lightning_dcp.model import ModelConfig, Recompute
+from lightning_dcp.model.config import check_mtp_recompute
 from lightning_dcp.objectives import Objective
 from lightning_dcp.packing import GlobalBatch
 from lightning_dcp.parallel import ParallelSizes
@@ -166,6 +167,29 @@ def _head_of_objective(run: Run) -> str | None:
     )
 
 
+def _mtp_of_objective(run: Run) -> str | None:
+    model, objective = run.model, run.objective
+    if model is None or objective is None or not model.mtp_num_layers:
+        return None
+    if type(objective).count is Objective.count:
+        return None
+    return (
+        f"ModelConfig(mtp_num_layers={model.mtp_num_layers}) weighs its losses by target tokens, "
+        f"and {type(objective).__name__} counts {objective.counts} of its own. Set "
+        "mtp_num_layers=0."
+    )
+
+
+def _mtp_recomputed(run: Run) -> str | None:
+    if run.model is None or run.recompute is None:
+        return None
+    try:
+        check_mtp_recompute(run.model, run.recompute)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _units_of_megatron(run: Run) -> str | None:
     together = run.objective is not None and run.objective.keep_together is not None
     if not together or run.planner != "megatron":
@@ -257,6 +281,18 @@ RULES: tuple[Rule, ...] = (
         NotImplementedError,
     ),
     Rule("an objective", "a model with another `head`", "the head it names", _head_of_objective),
+    Rule(
+        "multi-token prediction",
+        "an objective that counts something else than tokens (DPO, a masked value loss)",
+        "`mtp_num_layers=0`",
+        _mtp_of_objective,
+    ),
+    Rule(
+        "multi-token prediction",
+        "full recomputation in blocks or chunks of layers",
+        "`method: uniform`, `num_layers: 1`",
+        _mtp_recomputed,
+    ),
     Rule(
         "samples that stay together (DPO)", "`planner='megatron'`", "`balanced`", _units_of_megatron
     ),

@@ -472,12 +472,15 @@ class DynamicCPStrategy(ParallelStrategy):
         # and packing must not wait for a device.
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
-    def _prepare(self, engine: DynamicCPEngine, batch: Mapping[str, Any]) -> PlannedBatch:
+    def _prepare(
+        self, engine: DynamicCPEngine, batch: Mapping[str, Any], *, lookahead: int = 0
+    ) -> PlannedBatch:
         objective, vocab_size = self._module.objective, self._module.vocab_size
         return engine.prepare(
             batch,
             vocab_size=vocab_size,
             target_extras=[extra.key for extra in objective.extras],
+            lookahead=lookahead,
             check=partial(objective.check, vocab_size=vocab_size),
             keep_together=objective.keep_together,
         )
@@ -493,7 +496,8 @@ class DynamicCPStrategy(ParallelStrategy):
         """
         if self.engine is None or self._ddp is None:
             raise RuntimeError("train_on works inside training_step only.")
-        planned = self._prepare(self.engine, batch)
+        depths = self._module.model_config.mtp_num_layers
+        planned = self._prepare(self.engine, batch, lookahead=depths)
         return self.engine.train_step(self._ddp, planned, self._module.micro_batch_step)
 
     def evaluate_on(self, batch: Mapping[str, Any]) -> StepResult:

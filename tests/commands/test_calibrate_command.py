@@ -151,9 +151,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(options, found):
     assert found in str(stopped.value.code)
 
 
-def test_a_model_with_a_value_head_is_measured_too(tmp_path):
+@pytest.mark.parametrize("option", ["head=value", "mtp_num_layers=1"])
+def test_models_that_need_more_than_labels_or_none_are_measured_too(tmp_path, option):
     main(
-        ["calibrate", *NUMBERS, "--model_config.head=value", "--num_processes=1", "--shortest=64",
-         "--max_seqlen_per_dp_cp_rank=256", "--repeats=1", f"--output={tmp_path}/critic.json"]
+        ["calibrate", *NUMBERS, f"--model_config.{option}", "--num_processes=1", "--shortest=64",
+         "--max_seqlen_per_dp_cp_rank=256", "--repeats=1", f"--output={tmp_path}/other.json"]
     )  # fmt: skip
-    assert read_calibration(str(tmp_path / "critic.json")).cost_model.seconds_per_row > 0
+    assert read_calibration(str(tmp_path / "other.json")).cost_model.seconds_per_row > 0

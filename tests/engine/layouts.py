@@ -132,7 +132,9 @@ def jagged(batch: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}
 
 
-def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
+def train(
+    layout: Layout, config: ModelConfig, lengths: list[list[int]] = LENGTHS
+) -> dict[str, Any]:
     """Trains three steps on this rank's layout; numbers are whole, as on one process."""
     context = setup_parallel(layout.sizes)
     try:
@@ -166,6 +168,7 @@ def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
 
         found: dict[str, Any] = {
             "losses": [],
+            "mtp_losses": [],
             "norms": [],
             "grads": [],
             "evals": [],
@@ -174,8 +177,10 @@ def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
             "router_losses": [],
         }
         cp_sizes = set()
-        for batch in batches():
-            planned = engine.prepare(jagged(batch), vocab_size=config.vocab_size)
+        for batch in batches(lengths):
+            planned = engine.prepare(
+                jagged(batch), vocab_size=config.vocab_size, lookahead=config.mtp_num_layers
+            )
             cp_sizes |= set(planned.plan.cp_sizes())
             found["num_steps"].append(len(planned.plan.steps))
             found["packs"].append(
@@ -184,6 +189,7 @@ def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
             found["evals"].append(float(engine.eval_step(planned, step, model=model).loss))
             result = engine.train_step(ddp, planned, step, force_all_reduce=True)
             found["losses"].append(float(result.loss))
+            found["mtp_losses"].append([float(loss) for loss in result.mtp_losses.values()])
             found["router_losses"].append(
                 {name: float(loss) for name, loss in result.router_losses.items()}
             )
@@ -209,16 +215,25 @@ def close(found: np.ndarray, wanted: np.ndarray, name: str) -> None:
     assert difference < 1e-5, f"{name}: off by {difference:.2e} of {scale:.2e}"
 
 
-def check(layout: Layout, config: ModelConfig, *, timeout: float = 120) -> dict[str, Any]:
+def check(
+    layout: Layout,
+    config: ModelConfig,
+    *,
+    lengths: list[list[int]] = LENGTHS,
+    timeout: float = 120,
+) -> dict[str, Any]:
     """The layout's numbers are those of the plain reference, from the same initial weights."""
     (single,) = run_distributed(start_of, 1, config)
-    results = run_distributed(train, layout.world, layout, config, timeout=timeout)
+    results = run_distributed(train, layout.world, layout, config, lengths, timeout=timeout)
     found = results[0]
     assert set(found["start"]) == set(single)
     for name, value in single.items():
         np.testing.assert_array_equal(found["start"][name], value, err_msg=name)
-    wanted = reference.train(single, config, batches(), clip=CLIP, packs=found["packs"], **SETTINGS)
-    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-5)
+    wanted = reference.train(
+        single, config, batches(lengths), clip=CLIP, packs=found["packs"], **SETTINGS
+    )
+    for key in ("losses", "mtp_losses"):
+        np.testing.assert_allclose(found[key], wanted[key], rtol=1e-5)
     np.testing.assert_allclose(found["evals"], wanted["losses"], rtol=1e-5)
     for step, (mine, theirs) in enumerate(zip(found["grads"], wanted["grads"], strict=True)):
         assert set(mine) == set(theirs)
@@ -228,6 +243,7 @@ def check(layout: Layout, config: ModelConfig, *, timeout: float = 120) -> dict[
     for name, value in wanted["weights"].items():
         close(found["weights"][name], value, f"{name} after three steps")
     for other in results[1:]:
+        assert other["mtp_losses"] == found["mtp_losses"]
         assert other["losses"] == pytest.approx(found["losses"], rel=1e-6)
         assert other["norms"] == pytest.approx(found["norms"], rel=1e-6)
     return found

@@ -115,3 +115,60 @@ def test_steps_that_fill_up_virtual_stages_add_nothing(config):
     found = check(layout, replace(config, num_layers=4))
     # Groups of two: an odd number of steps is filled up.
     assert any(num_steps % 2 for num_steps in found["num_steps"])
+
+
+MTP_UNTIED = [replace(DENSE, mtp_num_layers=depths) for depths in (1, 2)]
+MTP_TIED = [replace(config, tie_word_embeddings=True) for config in MTP_UNTIED]
+MTP = [
+    (Layout(1, 96), MTP_UNTIED[1]),
+    (Layout(4, 24), MTP_UNTIED[0]),
+    (Layout(4, 24), MTP_TIED[1]),
+    (Layout(4, 48, planner="static", cp=2), MTP_TIED[0]),
+    (Layout(4, 24, planner="static", cp=4), MTP_UNTIED[1]),
+    (Layout(2, 96, tp=2), MTP_TIED[0]),
+    (Layout(4, 48, tp=2, sequence_parallel=True), MTP_UNTIED[1]),
+    (Layout(8, 48, tp=2, sequence_parallel=True), MTP_TIED[1]),
+    (Layout(4, 24, recompute=FULL), MTP_UNTIED[1]),
+    (Layout(2, 48, recompute=Recompute(granularity="selective", modules=("mlp",))), MTP_TIED[0]),
+    (Layout(4, 24, ep=2), replace(MOE, mtp_num_layers=1)),
+    (Layout(4, 48, tp=2, sequence_parallel=True, ep=2), replace(MOE, mtp_num_layers=2)),
+    (Layout(4, 24, ep=2, recompute=FULL), replace(BIASED, mtp_num_layers=1)),
+    (Layout(4, 24, ep=4), replace(GATHERED, mtp_num_layers=1)),
+    (Layout(4, 48, pp=2), MTP_UNTIED[1]),
+    (Layout(4, 48, pp=2), MTP_TIED[1]),
+    (Layout(8, 48, pp=2, tp=2, sequence_parallel=True), MTP_TIED[0]),
+    (Layout(4, 48, pp=2, ep=2), replace(MOE, mtp_num_layers=1)),
+    (Layout(4, 48, pp=2, vpp=2), MTP_UNTIED[0]),
+    (Layout(4, 48, pp=2, vpp=2, recompute=FULL), MTP_TIED[1]),
+]
+
+
+def name_of(value):
+    if isinstance(value, Layout):
+        return str(value)
+    parts = ["tied" if value.tie_word_embeddings else "untied", f"mtp{value.mtp_num_layers}"]
+    return "-".join(["moe", *parts] if value.moe else parts)
+
+
+@pytest.mark.parametrize(("layout", "config"), MTP, ids=name_of)
+def test_multi_token_prediction(layout, config):
+    check(layout, config)
+
+
+# Most ranks have no target at the second depth; the third step has none further on, the last none.
+SHORT = [[1, 9, 2, 3, 1], [2, 3, 7, 1], [1, 2, 2, 1], [1, 1]]
+# Attention to a single token gives queries and keys a gradient of nothing but rounding.
+ALONE = {"mtp_num_layers": 2, "qk_layernorm": False}
+
+
+@pytest.mark.parametrize("layout", [Layout(4, 12), Layout(4, 12, planner="static", cp=4)], ids=str)
+def test_multi_token_prediction_without_targets(layout):
+    found = check(layout, replace(DENSE, **ALONE), lengths=SHORT)
+    assert all(found["mtp_losses"][0])
+    assert found["mtp_losses"][2:] == [[0.0, 0.0]] * 2
+
+
+def test_multi_token_prediction_without_targets_with_experts():
+    found = check(Layout(4, 12, ep=2), replace(MOE, **ALONE), lengths=SHORT[:3])
+    assert all(found["mtp_losses"][0])
+    assert found["mtp_losses"][2] == [0.0, 0.0]

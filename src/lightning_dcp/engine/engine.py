@@ -19,6 +19,7 @@ from lightning_dcp.alignment import rows_per_rank
 from lightning_dcp.engine.agreement import agree_on_lengths
 from lightning_dcp.engine.ahead import PlanAhead, UnitIds, read_units
 from lightning_dcp.engine.collect import collect_outputs
+from lightning_dcp.engine.mtp_losses import collect_mtp_losses
 from lightning_dcp.engine.pipeline import run_pipeline
 from lightning_dcp.engine.router_losses import collect_router_losses
 from lightning_dcp.model import model_chunks
@@ -83,12 +84,14 @@ class PlannedBatch:
         plan: The plan, the same on every rank.
         plan_wait: Seconds that this rank had to wait for the plan.
         target_extras: Keys whose values micro-batches get by target as well.
+        lookahead: Depths of multi-token prediction that micro-batches carry ids and labels for.
     """
 
     batch: GlobalBatch
     plan: Plan
     plan_wait: float = 0.0
     target_extras: tuple[str, ...] = ()
+    lookahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class StepResult:
             the plan; None for the first step. It alone may differ between ranks.
         router_losses: Of a training step of a model with experts, by name, without coefficients:
             means over the global batch and the layers.
+        mtp_losses: Of a training step with multi-token prediction, by name: each depth's mean over
+            its targets of the global batch.
     """
 
     loss: Tensor
@@ -111,6 +116,7 @@ class StepResult:
     plan: Plan
     plan_wait_share: float | None = None
     router_losses: dict[str, Tensor] = field(default_factory=dict)
+    mtp_losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 class DynamicCPEngine:
@@ -137,6 +143,7 @@ class DynamicCPEngine:
         *,
         vocab_size: int | None = None,
         target_extras: Iterable[str] = (),
+        lookahead: int = 0,
         check: Callable[[GlobalBatch], None] | None = None,
         keep_together: str | None = None,
     ) -> PlannedBatch:
@@ -147,6 +154,7 @@ class DynamicCPEngine:
             vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
             target_extras: Further keys that micro-batches get by target as well, as
                 ``MicroBatch.target_extras``.
+            lookahead: Depths of multi-token prediction of a model that is trained on the batch.
             check: Raises a ValueError or TypeError for a batch that the loss cannot use.
             keep_together: Key of a dense tensor ``[num_samples]`` of ints: samples with equal ones
                 go into the same micro-batch.
@@ -165,7 +173,7 @@ class DynamicCPEngine:
                 check(read)
             units = _units_of(read, keep_together)
             plan, wait = self.ahead.get(read.lengths, units)
-            prepared = PlannedBatch(read, plan, wait, tuple(target_extras))
+            prepared = PlannedBatch(read, plan, wait, tuple(target_extras), lookahead)
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
@@ -202,11 +210,7 @@ class DynamicCPEngine:
     def micro_batches(self, planned: PlannedBatch) -> Iterator[MicroBatch]:
         """This rank's micro-batches, one a step of the plan, bound and on its device."""
         rank = self.context.pool_rank
-        totals = BatchTotals(
-            tokens=sum(planned.plan.lengths),
-            sequences=len(planned.plan.lengths),
-            targets=planned.batch.num_targets.to(self.context.device, non_blocking=True),
-        )
+        totals = self._totals(planned)
         for step, is_filler in self._steps(planned.plan):
             group = step.group_of(rank)
             micro_batch = pack_micro_batch(
@@ -217,6 +221,7 @@ class DynamicCPEngine:
                 tp_size=self.context.sizes.tensor_model_parallel_size,
                 target_extras=planned.target_extras,
                 padding=planned.plan.padding,
+                lookahead=planned.lookahead,
             )
             if is_filler:
                 _empty(micro_batch)
@@ -227,6 +232,18 @@ class DynamicCPEngine:
                 batch_totals=replace(totals, targets=0) if is_filler else totals,
                 max_rows_of_step=self._most_rows(planned.plan, step),
             )
+
+    def _totals(self, planned: PlannedBatch) -> BatchTotals:
+        targets, *ahead = (
+            planned.batch.num_targets_from(1 + depth).to(self.context.device, non_blocking=True)
+            for depth in range(1 + planned.lookahead)
+        )
+        return BatchTotals(
+            tokens=sum(planned.plan.lengths),
+            sequences=len(planned.plan.lengths),
+            targets=targets,
+            targets_ahead=tuple(ahead),
+        )
 
     def _steps(self, plan: Plan) -> list[tuple[Step, bool]]:
         """The steps to run, and which of them only fill up the last group of a pipeline's chunks.
@@ -301,6 +318,7 @@ class DynamicCPEngine:
             totals.result(self.context, planned.plan),
             plan_wait_share=share,
             router_losses=collect_router_losses(chunks, self.context),
+            mtp_losses=collect_mtp_losses(chunks, self.context),
         )
 
     @property
@@ -421,7 +439,8 @@ class DynamicCPEngine:
 def _empty(micro_batch: MicroBatch) -> None:
     """Leaves nothing in a micro-batch that counts: no target, and no token for a router."""
     micro_batch.is_filler = True
-    micro_batch.labels.fill_(IGNORE_INDEX)
+    for labels in (micro_batch.labels, *(ahead.labels for ahead in micro_batch.ahead)):
+        labels.fill_(IGNORE_INDEX)
     micro_batch.loss_mask.fill_(False)
     micro_batch.padding_mask.fill_(True)
     micro_batch.num_tokens.zero_()

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from lightning_dcp.model.attention import PackedAttention
 from lightning_dcp.model.config import ModelConfig, Recompute, transformer_config
 from lightning_dcp.model.moe import PackedMoELayer, PackedTopKRouter
+from lightning_dcp.model.mtp import MTPModel, mtp_block
 from lightning_dcp.model.norm import RMSNorm
 from lightning_dcp.model.value_head import put_value_head
 from lightning_dcp.model.whole import initialize, mark_whole_experts
@@ -75,9 +76,14 @@ def build_gpt_model(
             fp8=fp8,
         )
         layer = _fused_layer(config) if fused else _torch_layer(config)
-        model = GPTModel(
+        spec = ModuleSpec(module=TransformerLayer, submodules=layer)
+        make: Any = GPTModel
+        if config.mtp_num_layers:
+            depths = mtp_block(spec, megatron_config, virtual_stage, fused=fused)
+            make = partial(MTPModel, real_vocab_size=config.vocab_size, mtp_block_spec=depths)
+        model: GPTModel = make(
             config=megatron_config,
-            transformer_layer_spec=_block(layer, megatron_config, virtual_stage, fused=fused),
+            transformer_layer_spec=_block(spec, megatron_config, virtual_stage, fused=fused),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=_ANY_SEQUENCE_LENGTH,
             position_embedding_type="rope",
@@ -135,14 +141,13 @@ def _with_packed_experts(
 
 
 def _block(
-    submodules: TransformerLayerSubmodules,
+    layer: ModuleSpec,
     config: TransformerConfig,
     virtual_stage: int | None,
     *,
     fused: bool,
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's stage, and the norm after the last one."""
-    layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
     num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
     return TransformerBlockSubmodules(
         layer_specs=[layer] * num_layers, layer_norm=TENorm if fused else RMSNorm

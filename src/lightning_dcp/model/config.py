@@ -48,6 +48,10 @@ class ModelConfig:
     """Experts in place of the MLPs; None for a dense model."""
     head: Literal["vocabulary", "value"] = "vocabulary"
     """What the model ends in: logits of the vocabulary, or one value a token (a critic)."""
+    mtp_num_layers: int = 0
+    """Depths of multi-token prediction: layers that are trained to predict tokens further on."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean over the depths of their losses, each a mean over its own targets."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -73,6 +77,7 @@ class ModelConfig:
                 f"num_query_groups={self.query_groups}."
             )
         self._check_head()
+        self._check_mtp()
 
     def _check_head(self) -> None:
         if self.head not in ("vocabulary", "value"):
@@ -81,6 +86,20 @@ class ModelConfig:
             raise ValueError(
                 "head='value' has no output embedding that tie_word_embeddings=True could share. "
                 "Set tie_word_embeddings=False."
+            )
+
+    def _check_mtp(self) -> None:
+        if self.mtp_num_layers < 0:
+            raise ValueError(f"mtp_num_layers must not be negative, found {self.mtp_num_layers}.")
+        if not self.mtp_loss_scaling_factor >= 0:
+            raise ValueError(
+                f"mtp_loss_scaling_factor must not be negative, found "
+                f"{self.mtp_loss_scaling_factor}."
+            )
+        if self.mtp_num_layers and self.head == "value":
+            raise ValueError(
+                f"mtp_num_layers={self.mtp_num_layers} predicts tokens, which head='value' cannot. "
+                "Set mtp_num_layers=0."
             )
 
     @property
@@ -108,7 +127,8 @@ class ModelConfig:
     def sizes(self) -> ModelSizes:
         """The sizes as planning knows them, whose fingerprint names the model."""
         return ModelSizes(
-            num_layers=self.num_layers,
+            # A depth of multi-token prediction costs about what a layer does.
+            num_layers=self.num_layers + self.mtp_num_layers,
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=self.query_groups,
@@ -248,8 +268,12 @@ def transformer_config(
         fused: Whether TransformerEngine's kernels serve the model.
         recompute: What the backward pass computes again.
         fp8: Format of eight bits for matrix products, ``"e4m3"`` or ``"hybrid"``.
+
+    Raises:
+        ValueError: Multi-token prediction with a recomputation that Megatron-Core lacks for it.
     """
     options = recompute.megatron_options() | _pipeline_options(sizes, dtype)
+    options |= _mtp_options(config, recompute)
     if config.moe is not None:
         options |= config.moe.megatron_options(config.ffn_width, grouped_gemm=fused)
     if fp8 is not None:
@@ -291,6 +315,31 @@ def transformer_config(
         persist_layer_norm=False,
         **options,
     )
+
+
+def check_mtp_recompute(config: ModelConfig, recompute: Recompute) -> None:
+    """Refuses a recomputation that Megatron-Core lacks for multi-token prediction.
+
+    Raises:
+        ValueError: Full recomputation by blocks, or by chunks of several layers.
+    """
+    whole_layers = (recompute.method, recompute.num_layers) == ("uniform", 1)
+    if config.mtp_num_layers and recompute.granularity == "full" and not whole_layers:
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} with recompute.granularity='full' works with "
+            "recompute.method='uniform' and recompute.num_layers=1 only, found "
+            f"{recompute.method!r} and {recompute.num_layers}."
+        )
+
+
+def _mtp_options(config: ModelConfig, recompute: Recompute) -> dict[str, Any]:
+    if not config.mtp_num_layers:
+        return {}
+    check_mtp_recompute(config, recompute)
+    return {
+        "mtp_num_layers": config.mtp_num_layers,
+        "mtp_loss_scaling_factor": config.mtp_loss_scaling_factor,
+    }
 
 
 def _pipeline_options(sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, Any]:

@@ -3,11 +3,17 @@
 from lightning_dcp.packing.batch import IGNORE_INDEX, GlobalBatch, read_global_batch
 from lightning_dcp.packing.jagged import Jagged, is_jagged, read_jagged
 from lightning_dcp.packing.layout import PackLayout
-from lightning_dcp.packing.micro_batch import MicroBatch, PackedSequences, pack_micro_batch
+from lightning_dcp.packing.micro_batch import (
+    Ahead,
+    MicroBatch,
+    PackedSequences,
+    pack_micro_batch,
+)
 from lightning_dcp.packing.unpack import UnpackedSamples, to_jagged, unpack_rows
 
 __all__ = [
     "IGNORE_INDEX",
+    "Ahead",
     "GlobalBatch",
     "Jagged",
     "MicroBatch",

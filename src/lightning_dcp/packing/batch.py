@@ -45,12 +45,22 @@ class GlobalBatch:
     @property
     def num_targets(self) -> Tensor:
         """int64 scalar: tokens of all samples that are targets; a sample's first one never is."""
+        return self.num_targets_from(1)
+
+    def num_targets_from(self, position: int) -> Tensor:
+        """int64 scalar: targets at this position of their samples or later.
+
+        Depth ``k`` of multi-token prediction has those from position ``k + 1`` on.
+        """
         lengths = self.labels.lengths
         is_target = _token_rows(self.labels) != IGNORE_INDEX
         if self.loss_mask is not None:
             is_target &= _token_rows(self.loss_mask).bool()
-        firsts = torch.from_numpy(np.cumsum(lengths) - lengths).to(is_target.device)
-        return is_target.count_nonzero() - is_target.index_select(0, firsts).count_nonzero()
+        left_out = np.minimum(lengths, position)
+        firsts = np.cumsum(lengths) - lengths - (np.cumsum(left_out) - left_out)
+        early = torch.from_numpy(np.repeat(firsts, left_out) + np.arange(left_out.sum()))
+        early = early.to(is_target.device)
+        return is_target.count_nonzero() - is_target.index_select(0, early).count_nonzero()
 
     def __len__(self) -> int:
         return len(self.lengths)

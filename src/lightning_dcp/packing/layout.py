@@ -164,15 +164,15 @@ class PackLayout:
         """``[number]`` int64: local rows, ascending, that are padding; at the ends of runs."""
         if self.padded_lengths is self._lengths:
             return np.zeros(0, np.int64)
-        return self._rows_past_the_end(0)
+        return self.rows_past_the_end(0)
 
     @cached_property
     def rows_without_a_next_token(self) -> NDArray[np.int64]:
         """``[number]`` int64: padding, and the last token of each sequence, ascending."""
-        return self._rows_past_the_end(1)
+        return self.rows_past_the_end(1)
 
-    def _rows_past_the_end(self, shift: int) -> NDArray[np.int64]:
-        """Local rows whose position plus ``shift`` is no token of their sequence."""
+    def rows_past_the_end(self, shift: int) -> NDArray[np.int64]:
+        """``[number]`` int64: local rows, ascending, whose sequence has no token ``shift`` on."""
         first, num_rows = self.runs
         lengths = self._lengths if self.cp_size == 1 else np.repeat(self._lengths, 2)
         num_past = num_rows - np.clip(lengths - shift - first, 0, num_rows)

@@ -35,6 +35,21 @@ class PackedSequences:
     cp_group: Any = None
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What multi-token prediction reads at one depth: ids and labels some tokens further on.
+
+    Attributes:
+        input_ids: ``[rows]`` int64: the id ``depth`` tokens after the row's own, in its sequence;
+            0 where that is past the end.
+        labels: ``[rows]`` int64: the row's label at this depth, one token after that;
+            ``IGNORE_INDEX`` where there is no target.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+
+
 @dataclass
 class MicroBatch:
     """What one rank computes in one step of a plan: its rows of its CP group's pack.
@@ -58,6 +73,7 @@ class MicroBatch:
         target_extras: Those of them that were asked for, of each row's target: the value that a
             per-token one has at the next token, as ``labels``, or that of the row's sample;
             ``[rows, ...]``, 0 where the row has no target.
+        ahead: For each depth of multi-token prediction, from 1 on, what it reads.
         layout: The host's view of all of this.
         is_filler: Whether it only fills up a pipeline's group: nothing in it counts, and the engine
             takes its loss for zero.
@@ -75,6 +91,7 @@ class MicroBatch:
     is_group_leader: bool
     extras: dict[str, Tensor] = field(default_factory=dict)
     target_extras: dict[str, Tensor] = field(default_factory=dict)
+    ahead: tuple[Ahead, ...] = ()
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
     is_filler: bool = False
 
@@ -91,6 +108,7 @@ class MicroBatch:
                 setattr(owner, each.name, move(getattr(owner, each.name)))
         self.extras = {key: move(value) for key, value in self.extras.items()}
         self.target_extras = {key: move(value) for key, value in self.target_extras.items()}
+        self.ahead = tuple(Ahead(move(one.input_ids), move(one.labels)) for one in self.ahead)
         return self
 
 
@@ -103,6 +121,7 @@ def pack_micro_batch(
     tp_size: int = 1,
     target_extras: Iterable[str] = (),
     padding: PackPadding = TIGHT,
+    lookahead: int = 0,
 ) -> MicroBatch:
     """Packs samples of a global batch and cuts out the rows of one CP rank.
 
@@ -117,6 +136,7 @@ def pack_micro_batch(
         tp_size: Tensor-parallel size, which the padding respects.
         target_extras: Keys of ``batch.extras`` that are wanted for each row's target too.
         padding: How the pack is filled up beyond its sequences, with padding at its end.
+        lookahead: Depths of multi-token prediction that ``MicroBatch.ahead`` is wanted for.
 
     Returns:
         The micro-batch, on the device of the batch.
@@ -153,6 +173,7 @@ def pack_micro_batch(
         is_group_leader=cp_rank == 0,
         extras={key: pick.extra(value) for key, value in batch.extras.items()},
         target_extras={key: pick.of_target(batch.extras[key], loss_mask) for key in target_extras},
+        ahead=tuple(pick.ahead(batch, depth) for depth in range(1, lookahead + 1)),
         layout=layout,
     )
 
@@ -203,6 +224,21 @@ class _RowPicker:
             rows = value.index_select(0, _to_device(samples, value.device))
         no_target = ~loss_mask.to(rows.device)
         return rows.masked_fill_(no_target.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+    def ahead(self, batch: GlobalBatch, depth: int) -> Ahead:
+        """Ids ``depth`` tokens on and labels one more, read from the whole sequences."""
+        labels = self._shifted(batch.labels, depth + 1, fill=IGNORE_INDEX)
+        if batch.loss_mask is not None:
+            is_target = self._shifted(batch.loss_mask, depth + 1, fill=0).bool()
+            labels = labels.masked_fill_(~is_target, IGNORE_INDEX)
+        return Ahead(self._shifted(batch.input_ids, depth, fill=0), labels)
+
+    def _shifted(self, jagged: Jagged, shift: int, *, fill: int) -> Tensor:
+        """int64: the value ``shift`` tokens after each row's own; ``fill`` past the end."""
+        device = jagged.values.device
+        past_the_end = _to_device(self._layout.rows_past_the_end(shift), device)
+        index = (self._index(jagged) + shift).index_fill_(0, past_the_end, 0)
+        return jagged.values.index_select(0, index).long().index_fill_(0, past_the_end, fill)
 
     def _next(
         self, jagged: Jagged, rows: Tensor, *, fill: int, where: Tensor | None = None

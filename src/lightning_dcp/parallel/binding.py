@@ -24,7 +24,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
-from lightning_dcp.packing import MicroBatch, PackLayout
+from lightning_dcp.packing import Ahead, MicroBatch, PackLayout
 from lightning_dcp.parallel.groups import DynamicCPGroups
 
 
@@ -36,11 +36,13 @@ class BatchTotals:
         tokens: Real tokens.
         sequences: Samples.
         targets: Target tokens, by which the engine divides; a number or a scalar tensor.
+        targets_ahead: The same of each depth of multi-token prediction.
     """
 
     tokens: int
     sequences: int
     targets: Tensor | int
+    targets_ahead: tuple[Tensor | int, ...] = ()
 
 
 @dataclass
@@ -51,11 +53,13 @@ class BoundSequences(PackedSeqParams):
         layout: The host's view of the pack.
         batch_totals: Of the global batch that the micro-batch is part of.
         max_rows_of_step: The most rows that any rank has in this step of the plan.
+        ahead: For each depth of multi-token prediction, what it reads of this rank's rows.
     """
 
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
     batch_totals: BatchTotals = field(default_factory=lambda: BatchTotals(1, 1, 1))
     max_rows_of_step: int = 0
+    ahead: tuple[Ahead, ...] = ()
     _on_device: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -105,7 +109,6 @@ def bind_micro_batch(
             own when None.
     """
     layout = micro_batch.layout
-    num_tokens = sum(layout.lengths)
     packed = micro_batch.packed_seq_params
     micro_batch.packed_seq_params = BoundSequences(
         qkv_format=packed.qkv_format,
@@ -118,10 +121,23 @@ def bind_micro_batch(
         local_cp_size=micro_batch.local_cp_size,
         cp_group=groups[micro_batch.local_cp_size],
         layout=layout,
-        batch_totals=batch_totals or BatchTotals(num_tokens, len(layout.lengths), num_tokens),
+        batch_totals=batch_totals or _totals_of(micro_batch),
         max_rows_of_step=max_rows_of_step or layout.num_rows,
+        ahead=micro_batch.ahead,
     )
     return micro_batch
+
+
+def _totals_of(micro_batch: MicroBatch) -> BatchTotals:
+    """Of a micro-batch by itself, as if every token were a target."""
+    lengths = micro_batch.layout.lengths
+    depths = range(1, len(micro_batch.ahead) + 1)
+    return BatchTotals(
+        tokens=sum(lengths),
+        sequences=len(lengths),
+        targets=sum(lengths),
+        targets_ahead=tuple(sum(max(n - depth, 0) for n in lengths) for depth in depths),
+    )
 
 
 def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
