@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install quickstart test lint check clean
+.PHONY: help install quickstart test parity lint check clean
 
 help:
 	@echo "make quickstart  train a small GPT on the standard library's sources, on 4 CPU processes"
@@ -28,6 +28,10 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Every layout against one plain process: docs/parity.md.
+parity: $(STAMP)
+	$(BIN)/python -m pytest tests/engine
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
