@@ -51,7 +51,7 @@ from lightning_dcp.engine import (
     load_full_optimizer_state,
     wrap_ddp,
 )
-from lightning_dcp.model import Recompute
+from lightning_dcp.model import Recompute, check_routers
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.parallel import (
     ParallelContext,
@@ -286,6 +286,7 @@ class DynamicCPStrategy(ParallelStrategy):
         self.engine = DynamicCPEngine(self.context, self._plan_settings(trainer))
         self.model_to_device()
         assert module.model is not None
+        check_routers([module.model], module.routes, self.context.sizes)
         self._remove_hooks = install_cp_hooks(module.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self._ddp = wrap_ddp(
@@ -435,8 +436,9 @@ class DynamicCPStrategy(ParallelStrategy):
         if objective.keep_together is not None:
             units["keep_together"] = objective.keep_together
         return engine.prepare(
-            batch,
+            self._module.batch_to_run(batch),
             vocab_size=vocab_size,
+            routes=self._module.routes,
             target_extras=[extra.key for extra in objective.extras],
             check=partial(objective.check, vocab_size=vocab_size),
             **units,
@@ -489,12 +491,15 @@ class DynamicCPStrategy(ParallelStrategy):
         if self.engine is None:
             raise RuntimeError("predict_on works inside predict_step only.")
         module = self._module
-        planned = self.engine.prepare(batch, vocab_size=module.vocab_size)
+        planned = self.engine.prepare(
+            module.batch_to_run(batch), vocab_size=module.vocab_size, routes=module.routes
+        )
         return self.engine.predict_step(
             planned,
             module.predict_micro_batch,
             everywhere=everywhere,
             of_own_token=module.of_own_token,
+            record_routes=module.record_routes,
         )
 
     @override

@@ -22,7 +22,14 @@ from lightning_dcp.engine import (
 )
 from lightning_dcp.engine.checkpoint import gather_whole
 from lightning_dcp.loss import linear_cross_entropy
-from lightning_dcp.model import ModelConfig, MoEConfig, Recompute, build_gpt_model, hidden_states
+from lightning_dcp.model import (
+    ModelConfig,
+    MoEConfig,
+    Recompute,
+    RouteShape,
+    build_gpt_model,
+    hidden_states,
+)
 from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
 
 DENSE = ModelConfig(
@@ -120,13 +127,26 @@ def batches(lengths: list[list[int]] = LENGTHS) -> list[list[list[int]]]:
     return [[generator.integers(0, 61, n).tolist() for n in batch] for batch in lengths]
 
 
-def jagged(batch: list[list[int]]) -> dict[str, torch.Tensor]:
+def jagged(
+    batch: list[list[int]], routes: list[np.ndarray] | None = None
+) -> dict[str, torch.Tensor]:
     rows = [torch.tensor(ids) for ids in batch]
-    return {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+    made = {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+    if routes is not None:
+        experts = [torch.from_numpy(one) for one in routes]
+        offsets = torch.tensor([0, *np.cumsum([len(one) for one in experts])])
+        made["routed_experts"] = torch.nested.nested_tensor_from_jagged(torch.cat(experts), offsets)
+    return made
 
 
-def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
-    """Trains three steps on this rank's layout; numbers are whole, as on one process."""
+Routes = list[list[np.ndarray]]
+
+
+def train(layout: Layout, config: ModelConfig, routes: Routes | None = None) -> dict[str, Any]:
+    """Trains three steps on this rank's layout; numbers are whole, as on one process.
+
+    ``routes`` are experts to replay, by batch and sample.
+    """
     context = setup_parallel(layout.sizes)
     try:
         model = build_gpt_model(config, context, seed=1, recompute=layout.recompute)
@@ -157,8 +177,12 @@ def train(layout: Layout, config: ModelConfig) -> dict[str, Any]:
 
         found: dict[str, Any] = {"losses": [], "norms": [], "grads": [], "evals": [], "packs": []}
         cp_sizes = set()
-        for batch in batches():
-            planned = engine.prepare(jagged(batch), vocab_size=config.vocab_size)
+        for index, batch in enumerate(batches()):
+            planned = engine.prepare(
+                jagged(batch, None if routes is None else routes[index]),
+                vocab_size=config.vocab_size,
+                routes=RouteShape.of(config),
+            )
             cp_sizes |= set(planned.plan.cp_sizes())
             found["packs"].append(
                 [group.sample_ids for one in planned.plan.steps for group in one.groups]
@@ -188,15 +212,19 @@ def close(found: np.ndarray, wanted: np.ndarray, name: str) -> None:
     assert difference < 1e-5, f"{name}: off by {difference:.2e} of {scale:.2e}"
 
 
-def check(layout: Layout, config: ModelConfig, *, timeout: float = 120) -> dict[str, Any]:
+def check(
+    layout: Layout, config: ModelConfig, *, routes: Routes | None = None, timeout: float = 120
+) -> dict[str, Any]:
     """The layout's numbers are those of the plain reference, from the same initial weights."""
     (single,) = run_distributed(start_of, 1, config)
-    results = run_distributed(train, layout.world, layout, config, timeout=timeout)
+    results = run_distributed(train, layout.world, layout, config, routes, timeout=timeout)
     found = results[0]
     assert set(found["start"]) == set(single)
     for name, value in single.items():
         np.testing.assert_array_equal(found["start"][name], value, err_msg=name)
-    wanted = reference.train(single, config, batches(), clip=CLIP, packs=found["packs"], **SETTINGS)
+    wanted = reference.train(
+        single, config, batches(), clip=CLIP, packs=found["packs"], routes=routes, **SETTINGS
+    )
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-5)
     np.testing.assert_allclose(found["evals"], wanted["losses"], rtol=1e-5)
     for step, (mine, theirs) in enumerate(zip(found["grads"], wanted["grads"], strict=True)):

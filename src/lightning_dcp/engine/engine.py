@@ -19,6 +19,8 @@ from lightning_dcp.alignment import rows_per_rank
 from lightning_dcp.engine.agreement import agree_on_lengths
 from lightning_dcp.engine.ahead import PlanAhead
 from lightning_dcp.engine.collect import collect_outputs
+from lightning_dcp.engine.routes import as_routes, recorded_routes, routes_of
+from lightning_dcp.model import ROUTES, RouteShape, check_routes
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import BatchTotals, ParallelContext, bind_micro_batch
 from lightning_dcp.planning import CostModel, Plan, Step, plan_global_batch
@@ -58,12 +60,14 @@ class PlannedBatch:
         plan: The plan, the same on every rank.
         plan_wait: Seconds that this rank had to wait for the plan.
         target_extras: Keys whose values micro-batches get by target as well.
+        routes: What the model's routes look like, if it replays or records any.
     """
 
     batch: GlobalBatch
     plan: Plan
     plan_wait: float = 0.0
     target_extras: tuple[str, ...] = ()
+    routes: RouteShape | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class DynamicCPEngine:
         vocab_size: int | None = None,
         target_extras: Iterable[str] = (),
         check: Callable[[GlobalBatch], None] | None = None,
+        routes: RouteShape | None = None,
     ) -> PlannedBatch:
         """Checks a global batch, compares it over all ranks and plans it; a collective.
 
@@ -119,19 +124,24 @@ class DynamicCPEngine:
             target_extras: Further keys that micro-batches get by target as well, as
                 ``MicroBatch.target_extras``.
             check: Raises a ValueError or TypeError for a batch that the loss cannot use.
+            routes: What the model's routes look like; None if it replays none. A batch's
+                ``routed_experts`` are then replayed; each sample may lack its last token's.
 
         Raises:
-            TypeError: As ``read_global_batch`` and ``check``.
-            ValueError: As ``read_global_batch``, ``plan_global_batch`` and ``check``, or the ranks
-                hold different batches. What is wrong on one rank is an error on every rank.
+            TypeError: As ``read_global_batch``, ``check`` and ``check_routes``.
+            ValueError: As these and ``plan_global_batch``, or the ranks hold different batches.
+                What is wrong on one rank is an error on every rank.
         """
         prepared: PlannedBatch | None = None
         error: Exception | None = None
         try:
-            read = read_global_batch(batch, vocab_size=vocab_size)
+            read = read_global_batch(batch, vocab_size=vocab_size, may_lack_last=(ROUTES,))
             if check is not None:
                 check(read)
-            prepared = PlannedBatch(read, *self.ahead.get(read.lengths), tuple(target_extras))
+            check_routes(read, routes, part=(dist.get_rank(), dist.get_world_size()))
+            prepared = PlannedBatch(
+                read, *self.ahead.get(read.lengths), tuple(target_extras), routes
+            )
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
@@ -155,7 +165,9 @@ class DynamicCPEngine:
         static = self.settings.planner == "static"
         return self.settings.context_parallel_size if static else None
 
-    def micro_batches(self, planned: PlannedBatch) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, planned: PlannedBatch, *, record_routes: bool = False
+    ) -> Iterator[MicroBatch]:
         """This rank's micro-batches, one a step of the plan, bound and on its device."""
         rank = self.context.pool_rank
         totals = BatchTotals(
@@ -179,6 +191,7 @@ class DynamicCPEngine:
                 self.context.cp_groups,
                 batch_totals=totals,
                 max_rows_of_step=self._most_rows(planned.plan, step),
+                routes=routes_of(micro_batch, planned.batch, planned.routes, record=record_routes),
             )
 
     def _most_rows(self, plan: Plan, step: Step) -> int:
@@ -258,6 +271,7 @@ class DynamicCPEngine:
         *,
         everywhere: bool = False,
         of_own_token: Collection[str] = (),
+        record_routes: bool = False,
     ) -> dict[str, Tensor]:
         """Outputs of every target, in the order of the batch; every rank must take part.
 
@@ -266,17 +280,29 @@ class DynamicCPEngine:
             micro_batch_outputs: Gives outputs by name, ``[rows, ...]``, of a micro-batch.
             everywhere: Give the result to all ranks and not to rank 0 alone.
             of_own_token: Names of outputs that are about the row's own token, not its target.
+            record_routes: Give ``routed_experts`` too, the experts that each token was sent to.
 
         Returns:
             As :func:`~lightning_dcp.engine.collect.collect_outputs`.
         """
-        rows = [
-            _checked_rows(micro_batch_outputs(micro_batch), micro_batch)
-            for micro_batch in self.micro_batches(planned)
-        ]
-        return collect_outputs(
-            rows, planned.plan, self.context, everywhere=everywhere, of_own_token=of_own_token
+        shape = planned.routes if record_routes else None
+        rows = []
+        for micro_batch in self.micro_batches(planned, record_routes=shape is not None):
+            rows.append(_checked_rows(micro_batch_outputs(micro_batch), micro_batch))
+            if shape is not None:
+                routes = micro_batch.packed_seq_params.routes
+                num_rows = micro_batch.layout.num_rows
+                rows[-1][ROUTES] = recorded_routes(routes, num_rows, shape, self.context)
+        outputs = collect_outputs(
+            rows,
+            planned.plan,
+            self.context,
+            everywhere=everywhere,
+            of_own_token={*of_own_token, ROUTES},
         )
+        if shape is not None and outputs:
+            outputs[ROUTES] = as_routes(outputs[ROUTES], shape)
+        return outputs
 
 
 def _zero_gradients(ddp: DistributedDataParallel) -> None:

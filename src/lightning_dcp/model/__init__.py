@@ -4,13 +4,19 @@ from lightning_dcp.model.build import build_gpt_model
 from lightning_dcp.model.config import ModelConfig, Recompute
 from lightning_dcp.model.moe_config import MoEConfig
 from lightning_dcp.model.outputs import HiddenStates, hidden_states, whole_logits
+from lightning_dcp.model.router_replay import check_routers
+from lightning_dcp.model.routes import ROUTES, RouteShape, check_routes
 
 __all__ = [
+    "ROUTES",
     "HiddenStates",
     "MoEConfig",
     "ModelConfig",
     "Recompute",
+    "RouteShape",
     "build_gpt_model",
+    "check_routers",
+    "check_routes",
     "hidden_states",
     "whole_logits",
 ]

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_dcp.packing import MicroBatch, PackLayout
 from lightning_dcp.parallel.groups import DynamicCPGroups
+from lightning_dcp.parallel.routes import BoundRoutes
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,13 @@ class BoundSequences(PackedSeqParams):
         layout: The host's view of the pack.
         batch_totals: Of the global batch that the micro-batch is part of.
         max_rows_of_step: The most rows that any rank has in this step of the plan.
+        routes: What routers take from the batch and what they leave for predictions.
     """
 
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
     batch_totals: BatchTotals = field(default_factory=lambda: BatchTotals(1, 1, 1))
     max_rows_of_step: int = 0
+    routes: BoundRoutes = field(default_factory=BoundRoutes)
     _on_device: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -90,6 +93,7 @@ def bind_micro_batch(
     *,
     batch_totals: BatchTotals | None = None,
     max_rows_of_step: int | None = None,
+    routes: BoundRoutes | None = None,
 ) -> MicroBatch:
     """Gives a micro-batch its CP group, in Megatron-Core's own type; changes it in place.
 
@@ -103,6 +107,7 @@ def bind_micro_batch(
         batch_totals: Of the global batch; the micro-batch is all of it when None.
         max_rows_of_step: The most rows that any rank has in this step of the plan; this rank's
             own when None.
+        routes: To replay or record; none when None.
     """
     layout = micro_batch.layout
     num_tokens = sum(layout.lengths)
@@ -120,6 +125,7 @@ def bind_micro_batch(
         layout=layout,
         batch_totals=batch_totals or BatchTotals(num_tokens, len(layout.lengths), num_tokens),
         max_rows_of_step=max_rows_of_step or layout.num_rows,
+        routes=routes or BoundRoutes(),
     )
     return micro_batch
 
