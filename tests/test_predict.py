@@ -26,6 +26,7 @@ from lightning_dcp.data import collate_jagged
 from lightning_dcp.engine import full_model_state
 
 BATCHES = (0, 2, 3)
+PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 STATIC = {"dynamic_context_parallel": False, "context_parallel_size": 4}
 
@@ -108,8 +109,23 @@ def check(outputs, temperature=1.0):
         (4, 48, TP2, {"fused_loss": False, "predict_everywhere": True}),
         (4, 24, STATIC, {"predict_everywhere": True}),
         (8, 24, TP2, {}),
+        (4, 48, PP2, {}),
+        (4, 48, PP2, {"predict_everywhere": True}),
+        (8, 48, PP2 | TP2 | {"sequence_parallel": True}, {}),
     ],
-    ids=["1", "1-logits", "2", "4", "4-tp2", "4-tp2-everywhere", "4-static-everywhere", "8-tp2"],
+    ids=[
+        "1",
+        "1-logits",
+        "2",
+        "4",
+        "4-tp2",
+        "4-tp2-everywhere",
+        "4-static-everywhere",
+        "8-tp2",
+        "4-pp2",
+        "4-pp2-everywhere",
+        "8-pp2-tp2-sp",
+    ],
 )
 def test_outputs_are_those_of_a_plain_model_in_the_order_of_the_data(world, cap, strategy, options):
     ranks = [outputs for outputs, _ in run_distributed(predict, world, cap, strategy, options)]

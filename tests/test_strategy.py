@@ -73,8 +73,10 @@ def expected():
         (4, 2, 48, {}),
         (4, 1, 24, {"dynamic_context_parallel": False, "context_parallel_size": 4}),
         (2, 1, 48, {"use_distributed_optimizer": False, "overlap_grad_reduce": True}),
+        (4, 1, 48, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}),
+        (4, 2, 96, {"pipeline_model_parallel_size": 2, "sequence_parallel": True}),
     ],
-    ids=["1", "4", "4-tp2", "4-static", "2-unsharded"],
+    ids=["1", "4", "4-tp2", "4-static", "2-unsharded", "4-pp2", "4-pp2-tp2-sp"],
 )
 def test_a_trainer_gives_the_numbers_of_one_process(world, tp, cap, strategy):
     results = run_distributed(fit, world, tp, cap, **strategy)

@@ -8,7 +8,7 @@ from lightning_dcp.callbacks import StepReport
 from lightning_dcp.data import SyntheticDataModule, TextDataModule
 from lightning_dcp.engine import OptimizerSettings
 from lightning_dcp.loss import linear_cross_entropy
-from lightning_dcp.model import ModelConfig
+from lightning_dcp.model import ModelConfig, MoEConfig, Recompute
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.objectives import (
     DPO,
@@ -34,6 +34,7 @@ __all__ = [
     "DynamicCPStrategy",
     "LRSchedule",
     "MicroBatch",
+    "MoEConfig",
     "ModelConfig",
     "Objective",
     "OptimizerSettings",
@@ -41,6 +42,7 @@ __all__ = [
     "PlanError",
     "PolicyLoss",
     "PredictionWriter",
+    "Recompute",
     "StepReport",
     "SyntheticDataModule",
     "TextDataModule",

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_dcp.engine import OptimizerSettings, StepResult
 from lightning_dcp.model import (
@@ -17,8 +16,9 @@ from lightning_dcp.model import (
     HiddenStates,
     ModelConfig,
     RouteShape,
-    build_gpt_model,
+    build_model,
     hidden_states,
+    model_chunks,
     whole_logits,
 )
 from lightning_dcp.objectives import (
@@ -153,7 +153,7 @@ class DynamicCPModule(LightningModule):
         if self.model is not None and self._built_on is strategy.context:
             return
         kept = None if self.model is None else self.model.state_dict()
-        self.model = build_gpt_model(
+        self.model = build_model(
             self.model_config,
             strategy.context,
             dtype=strategy.precision_plugin.dtype,
@@ -178,15 +178,17 @@ class DynamicCPModule(LightningModule):
             Jagged ``[num_samples, length*, vocab_size]``; ``[..., 1]``, values, of a value head.
 
         Raises:
-            NotImplementedError: Tensor parallelism, whose ranks would have to take part.
+            NotImplementedError: Tensor, expert or pipeline parallelism, whose ranks would have to
+                take part.
         """
         context = self._strategy.context
-        if context.sizes.tensor_model_parallel_size > 1:
-            raise NotImplementedError(
-                "forward runs on one rank, which tensor_model_parallel_size="
-                f"{context.sizes.tensor_model_parallel_size} does not allow. Leave "
-                "example_input_array out; use validate for losses."
-            )
+        for name in ("tensor", "pipeline", "expert"):
+            size = getattr(context.sizes, f"{name}_model_parallel_size")
+            if size > 1:
+                raise NotImplementedError(
+                    f"forward runs on one rank, which {name}_model_parallel_size={size} does not "
+                    "allow. Leave example_input_array out; use validate for losses."
+                )
         batch = read_global_batch({"input_ids": input_ids}, vocab_size=self.vocab_size)
         micro_batch = pack_micro_batch(batch, range(len(batch))).to(context.device)
         hidden, weight = self.hidden_states(bind_micro_batch(micro_batch, context.cp_groups))
@@ -204,7 +206,7 @@ class DynamicCPModule(LightningModule):
             ``hidden`` ``[rows, hidden_size]`` and ``weight`` ``[local vocabulary, hidden_size]``.
         """
         assert self.model is not None
-        return hidden_states(self.model, micro_batch)
+        return hidden_states(model_chunks(self.model)[-1], micro_batch)
 
     def micro_batch_step(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The loss of one packed micro-batch on this rank; override it for another loss.
@@ -354,7 +356,7 @@ class DynamicCPModule(LightningModule):
         """Megatron-Core's optimizer and a torch scheduler; one step of both a global batch."""
         optimizer = self._strategy.build_optimizer(self.optimizer_settings)
         total = self.lr_schedule.total_steps(self.trainer)
-        scheduler = LambdaLR(optimizer, lambda step: self.lr_schedule.factor(step, total))
+        scheduler = self.lr_schedule.scheduler(optimizer, total)
         return cast(
             OptimizerLRScheduler,
             {

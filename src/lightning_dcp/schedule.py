@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, override
 
 from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +59,28 @@ class LRSchedule:
         progress = min((step - self.warmup_steps) / length, 1.0)
         shape = 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * shape
+
+    def scheduler(self, optimizer: Optimizer, total_steps: int | None) -> LambdaLR:
+        """A torch scheduler of this course.
+
+        Args:
+            optimizer: What it sets the learning rates of.
+            total_steps: Of the whole fit; None means no decay.
+        """
+        return _SameForAllGroups(optimizer, lambda step: self.factor(step, total_steps))
+
+
+class _SameForAllGroups(LambdaLR):
+    """One factor for all parameter groups, however many there are.
+
+    Megatron-Core's optimizer has more groups on a rank with experts, or with more than one chunk of
+    the model, so that a run that goes on in another layout has another number of them.
+    """
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        num_groups = len(self.base_lrs)
+        of_groups = {
+            key: [state_dict[key][0]] * num_groups for key in ("base_lrs", "_last_lr", "lr_lambdas")
+        }
+        super().load_state_dict(state_dict | of_groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -49,9 +49,9 @@ from lightning_dcp.engine import (
     full_optimizer_state,
     load_full_model_state,
     load_full_optimizer_state,
-    wrap_ddp,
+    wrap_chunks,
 )
-from lightning_dcp.model import Recompute, check_routers
+from lightning_dcp.model import Recompute, check_routers, model_chunks
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.parallel import (
     ParallelContext,
@@ -168,8 +168,8 @@ class DynamicCPStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._start_method = start_method
         self._context: ParallelContext | None = None
-        self._ddp: DistributedDataParallel | None = None
-        self._remove_hooks: Any = None
+        self._ddp: list[DistributedDataParallel] | None = None
+        self._remove_hooks: list[Callable[[], None]] = []
 
     # -- ranks and processes ------------------------------------------------------------------
 
@@ -286,11 +286,12 @@ class DynamicCPStrategy(ParallelStrategy):
         self.engine = DynamicCPEngine(self.context, self._plan_settings(trainer))
         self.model_to_device()
         assert module.model is not None
-        check_routers([module.model], module.routes, self.context.sizes)
-        self._remove_hooks = install_cp_hooks(module.model)
+        chunks = model_chunks(module.model)
+        check_routers(chunks, module.routes, self.context.sizes)
+        self._remove_hooks = [install_cp_hooks(chunk) for chunk in chunks]
         if trainer.state.fn == TrainerFn.FITTING:
-            self._ddp = wrap_ddp(
-                module.model,
+            self._ddp = wrap_chunks(
+                chunks,
                 self.context,
                 use_distributed_optimizer=self.use_distributed_optimizer,
                 overlap_grad_reduce=self.overlap_grad_reduce,
@@ -396,9 +397,9 @@ class DynamicCPStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._remove_hooks is not None:
-            self._remove_hooks()
-            self._remove_hooks = None
+        for remove in self._remove_hooks:
+            remove()
+        self._remove_hooks = []
         if self.engine is not None:
             self.engine.close()
         self._ddp = self.engine = None
@@ -470,7 +471,8 @@ class DynamicCPStrategy(ParallelStrategy):
         if self.engine is None:
             raise RuntimeError("evaluate_on works inside validation_step and test_step only.")
         planned = self._prepare(self.engine, batch)
-        return self.engine.eval_step(planned, self._module.micro_batch_step)
+        module = self._module
+        return self.engine.eval_step(planned, module.micro_batch_step, model=module.model)
 
     def predict_on(
         self, batch: Mapping[str, Any], *, everywhere: bool = False
@@ -500,6 +502,7 @@ class DynamicCPStrategy(ParallelStrategy):
             everywhere=everywhere,
             of_own_token=module.of_own_token,
             record_routes=module.record_routes,
+            model=module.model,
         )
 
     @override

@@ -18,7 +18,7 @@ from lightning_dcp.engine import (
     PlanSettings,
     build_optimizer,
     full_model_state,
-    wrap_ddp,
+    wrap_chunks,
 )
 from lightning_dcp.engine.checkpoint import gather_whole
 from lightning_dcp.loss import linear_cross_entropy
@@ -27,8 +27,9 @@ from lightning_dcp.model import (
     MoEConfig,
     Recompute,
     RouteShape,
-    build_gpt_model,
+    build_model,
     hidden_states,
+    model_chunks,
 )
 from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
 
@@ -149,10 +150,12 @@ def train(layout: Layout, config: ModelConfig, routes: Routes | None = None) -> 
     """
     context = setup_parallel(layout.sizes)
     try:
-        model = build_gpt_model(config, context, seed=1, recompute=layout.recompute)
-        install_cp_hooks(model)
+        model = build_model(config, context, seed=1, recompute=layout.recompute)
+        chunks = model_chunks(model)
+        for chunk in chunks:
+            install_cp_hooks(chunk)
         start = full_model_state(model, context)
-        ddp = wrap_ddp(model, context)
+        ddp = wrap_chunks(chunks, context)
         settings = OptimizerSettings(**SETTINGS).to_megatron()
         optimizer = build_optimizer(ddp, context, settings, clip_grad=CLIP)
         engine = DynamicCPEngine(
@@ -165,7 +168,7 @@ def train(layout: Layout, config: ModelConfig, routes: Routes | None = None) -> 
         )
 
         def step(micro_batch):
-            hidden, weight = hidden_states(model, micro_batch)
+            hidden, weight = hidden_states(chunks[-1], micro_batch)
             loss = linear_cross_entropy(
                 hidden,
                 weight,
@@ -175,7 +178,14 @@ def train(layout: Layout, config: ModelConfig, routes: Routes | None = None) -> 
             )
             return loss, micro_batch.num_tokens
 
-        found: dict[str, Any] = {"losses": [], "norms": [], "grads": [], "evals": [], "packs": []}
+        found: dict[str, Any] = {
+            "losses": [],
+            "norms": [],
+            "grads": [],
+            "evals": [],
+            "packs": [],
+            "num_steps": [],
+        }
         cp_sizes = set()
         for index, batch in enumerate(batches()):
             planned = engine.prepare(
@@ -184,10 +194,11 @@ def train(layout: Layout, config: ModelConfig, routes: Routes | None = None) -> 
                 routes=RouteShape.of(config),
             )
             cp_sizes |= set(planned.plan.cp_sizes())
+            found["num_steps"].append(len(planned.plan.steps))
             found["packs"].append(
                 [group.sample_ids for one in planned.plan.steps for group in one.groups]
             )
-            found["evals"].append(float(engine.eval_step(planned, step).loss))
+            found["evals"].append(float(engine.eval_step(planned, step, model=model).loss))
             result = engine.train_step(ddp, planned, step, force_all_reduce=True)
             found["losses"].append(float(result.loss))
             mine = {name: p.main_grad for name, p in model.named_parameters()}
@@ -244,6 +255,6 @@ def start_of(config: ModelConfig) -> dict[str, np.ndarray]:
     """The initial weights of one process."""
     context = setup_parallel(ParallelSizes(world_size=dist.get_world_size()))
     try:
-        return numpy(full_model_state(build_gpt_model(config, context, seed=1), context))
+        return numpy(full_model_state(build_model(config, context, seed=1), context))
     finally:
         context.destroy()

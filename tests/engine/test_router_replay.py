@@ -33,24 +33,26 @@ from lightning_dcp.engine import (
     OptimizerSettings,
     PlanSettings,
     build_optimizer,
-    wrap_ddp,
+    wrap_chunks,
 )
 from lightning_dcp.engine.checkpoint import gather_whole, load_full_model_state
 from lightning_dcp.engine.collect import collect_outputs
-from lightning_dcp.engine.routes import as_routes, recorded_routes
+from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import (
     ModelConfig,
     Recompute,
     RouteShape,
-    build_gpt_model,
+    build_model,
     check_routers,
     hidden_states,
+    model_chunks,
 )
 from lightning_dcp.parallel import install_cp_hooks, setup_parallel
 
 FULL = Recompute(granularity="full")
-NAMES = {MOE: "moe", GATHERED: "allgather", BIASED: "biased"}
+DEEP = replace(MOE, num_layers=4)
+NAMES = {MOE: "moe", DEEP: "deep", GATHERED: "allgather", BIASED: "biased"}
 
 
 def named(value: Layout | ModelConfig) -> str:
@@ -85,12 +87,24 @@ GIVEN = [
     (Layout(4, 48, ep=4, planner="static", cp=2), BIASED),
     (Layout(4, 24, ep=2, recompute=FULL), MOE),
     (Layout(4, 24, ep=2, recompute=Recompute(granularity="selective", modules=("moe",))), BIASED),
+    (Layout(4, 48, pp=2, ep=2, recompute=FULL), MOE),
+    (Layout(8, 48, pp=2, tp=2, sequence_parallel=True), MOE),
+    (Layout(4, 48, pp=2, vpp=2, ep=2), DEEP),
 ]
 
 
 @pytest.mark.parametrize(("layout", "config"), GIVEN, ids=named)
 def test_training_on_given_routes_equals_the_plain_reference(layout, config):
     check(layout, replaying(config), routes=random_routes(config))
+
+
+class Recording(DynamicCPEngine):
+    """Lets routers record in training too."""
+
+    seen: RecordedRoutes
+
+    def micro_batches(self, planned, recorded=None):
+        return super().micro_batches(planned, self.seen if recorded is None else recorded)
 
 
 class Run:
@@ -100,13 +114,15 @@ class Run:
         self.layout, self.config = layout, config
         self.shape = RouteShape.of(config)
         self.context = setup_parallel(layout.sizes)
-        self.model = build_gpt_model(config, self.context, seed=1, recompute=layout.recompute)
-        install_cp_hooks(self.model)
-        check_routers([self.model], self.shape, self.context.sizes)
-        self.ddp = wrap_ddp(self.model, self.context)
+        self.model = build_model(config, self.context, seed=1, recompute=layout.recompute)
+        self.chunks = model_chunks(self.model)
+        for chunk in self.chunks:
+            install_cp_hooks(chunk)
+        check_routers(self.chunks, self.shape, self.context.sizes)
+        self.ddp = wrap_chunks(self.chunks, self.context)
         settings = OptimizerSettings(**SETTINGS).to_megatron()
         build_optimizer(self.ddp, self.context, settings, clip_grad=CLIP)
-        self.engine = DynamicCPEngine(
+        self.engine = Recording(
             self.context,
             PlanSettings(
                 max_seqlen_per_dp_cp_rank=layout.cap,
@@ -126,11 +142,11 @@ class Run:
         """Experts that a pass without gradients uses, by sample."""
 
         def rows(micro_batch):
-            hidden_states(self.model, micro_batch)
+            hidden_states(self.chunks[-1], micro_batch)
             return {"ids": micro_batch.labels}
 
         outputs = self.engine.predict_step(
-            self.prepare(routes), rows, everywhere=True, record_routes=True
+            self.prepare(routes), rows, everywhere=True, record_routes=True, model=self.model
         )
         assert outputs["routed_experts"].dtype == torch.uint8
         return [one.numpy() for one in outputs["routed_experts"].unbind()]
@@ -140,13 +156,10 @@ class Run:
 
         Under full recomputation that is the one in the backward pass.
         """
-        seen = []
+        seen = self.engine.seen = []
 
         def step(micro_batch):
-            bound = micro_batch.packed_seq_params.routes
-            bound.recorded = {}
-            seen.append((bound, micro_batch.layout.num_rows))
-            hidden, weight = hidden_states(self.model, micro_batch)
+            hidden, weight = hidden_states(self.chunks[-1], micro_batch)
             loss = linear_cross_entropy(
                 hidden,
                 weight,
@@ -156,7 +169,7 @@ class Run:
             )
             if self.layout.recompute.granularity == "full":
                 # Only what the recomputed layers use is left to be seen.
-                bound.recorded.clear()
+                micro_batch.packed_seq_params.routes.recorded.clear()
             return loss, micro_batch.num_tokens
 
         planned = self.prepare(routes)
@@ -232,6 +245,8 @@ REPLAYED = [
     (Layout(4, 48, ep=4, planner="static", cp=2), MOE),
     (Layout(4, 24, ep=2, recompute=FULL), BIASED),
     (Layout(4, 48, tp=2, sequence_parallel=True, ep=2, recompute=FULL), GATHERED),
+    (Layout(4, 48, pp=2, ep=2, recompute=FULL), MOE),
+    (Layout(4, 48, pp=2, vpp=2, ep=2), DEEP),
 ]
 
 
@@ -253,7 +268,7 @@ def test_recorded_routes_are_replayed_exactly_under_other_weights(layout, config
             np.testing.assert_array_equal(rank["same"]["grads"][name], gradient, err_msg=name)
 
 
-@pytest.mark.parametrize(("layout", "config"), REPLAYED[2:4], ids=named)
+@pytest.mark.parametrize(("layout", "config"), [*REPLAYED[2:4], REPLAYED[-2]], ids=named)
 def test_routes_of_one_layout_are_replayed_on_another(layout, config):
     single = on_one_process(MOE)
     found = run(layout, config, single["recorded"])[0]

@@ -27,8 +27,9 @@ def collate_jagged(
 
     Returns:
         Per-token keys as jagged NestedTensors, contiguous, ``[num_samples, length, ...]``, which
-        all share one offsets tensor but where a last row is lacking; per-sample keys as dense tensors, ``[num_samples]``.
-        ``input_ids`` and ``labels`` are int64; the others keep their dtype.
+        all share one offsets tensor but where last rows are lacking; per-sample keys as dense
+        tensors, ``[num_samples]``. ``input_ids`` and ``labels`` are int64; the others keep their
+        dtype.
 
     Raises:
         ValueError: No samples, an empty one, different keys, or a per-token value whose length is

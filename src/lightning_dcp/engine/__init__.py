@@ -8,7 +8,7 @@ from lightning_dcp.engine.checkpoint import (
     load_full_model_state,
     load_full_optimizer_state,
 )
-from lightning_dcp.engine.ddp import wrap_ddp
+from lightning_dcp.engine.ddp import wrap_chunks, wrap_ddp
 from lightning_dcp.engine.engine import (
     DynamicCPEngine,
     PlannedBatch,
@@ -31,5 +31,6 @@ __all__ = [
     "full_optimizer_state",
     "load_full_model_state",
     "load_full_optimizer_state",
+    "wrap_chunks",
     "wrap_ddp",
 ]

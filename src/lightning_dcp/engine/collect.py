@@ -31,6 +31,8 @@ def collect_outputs(
 ) -> dict[str, Tensor]:
     """Gathers what each rank made of its rows; a collective of all ranks of the world.
 
+    In a pipeline the ranks of the last stage have rows, the others none.
+
     A row's output is about its target, the next token. In the result it stands at that token, as
     labels and extras do, and the first token of each sequence, which nothing predicts, has 0. An
     output that is about the row's own token stands there, and every token has one.
@@ -50,35 +52,69 @@ def collect_outputs(
     Raises:
         ValueError: A sample is missing or there twice.
     """
-    names = sorted(rows[0])
-    is_first = dist.get_rank() == 0
-    layouts = _layouts(plan, context.sizes.tensor_model_parallel_size)
-    transfers = {}
-    if context.tp_rank == 0:
-        ends = np.cumsum(_rows_of_ranks(plan, layouts).sum(0))
-        for name in names:
-            transfers[name] = _start_gather(torch.cat([step[name] for step in rows]), ends, context)
-    # While the rows travel.
-    order = _token_order(plan, layouts).to(context.device) if is_first else None
-    gathered = {name: transfer.finish() for name, transfer in transfers.items()}
-    if not (is_first or everywhere):
-        return {}
     lengths = torch.tensor(plan.lengths)
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(context.device)
-    results = {}
-    for name in names:
-        if order is not None:
-            values = (
-                gathered[name].index_select(0, order)
-                if name in of_own_token
-                else _by_target(gathered[name], order, offsets)
-            )
-        else:
-            values = rows[0][name].new_empty(sum(plan.lengths), *rows[0][name].shape[1:])
+    values = _gather_values(rows, plan, context, offsets, of_own_token)
+    values = _hand_out(values, context, num_tokens=int(lengths.sum()), everywhere=everywhere)
+    return {
+        name: torch.nested.nested_tensor_from_jagged(value, offsets=offsets)
+        for name, value in values.items()
+    }
+
+
+def _gather_values(
+    rows: Sequence[Mapping[str, Tensor]],
+    plan: Plan,
+    context: ParallelContext,
+    offsets: Tensor,
+    of_own_token: Collection[str],
+) -> dict[str, Tensor]:
+    """On the rank that collects, each output in the order of the batch; elsewhere nothing."""
+    if not context.is_last_stage or context.tp_rank != 0:
+        return {}
+    names = sorted(rows[0])
+    layouts = _layouts(plan, context.sizes.tensor_model_parallel_size)
+    ends = np.cumsum(_rows_of_ranks(plan, layouts).sum(0))
+    transfers = {
+        name: _start_gather(torch.cat([step[name] for step in rows]), ends, context)
+        for name in names
+    }
+    # While the rows travel.
+    collects = dist.get_rank() == context.collector
+    order = _token_order(plan, layouts).to(context.device) if collects else None
+    gathered = {name: transfer.finish() for name, transfer in transfers.items()}
+    if order is None:
+        return {}
+    return {
+        name: value.index_select(0, order)
+        if name in of_own_token
+        else _by_target(value, order, offsets)
+        for name, value in gathered.items()
+    }
+
+
+def _hand_out(
+    values: dict[str, Tensor], context: ParallelContext, *, num_tokens: int, everywhere: bool
+) -> dict[str, Tensor]:
+    """From the rank that collected to rank 0, or to all; the others get an empty dict."""
+    collector, rank = context.collector, dist.get_rank()
+    if collector == 0 and not everywhere:
+        return values
+    # Other stages have seen no outputs: they are told what comes.
+    facts = [{name: (value.dtype, value.shape[1:]) for name, value in values.items()}]
+    dist.broadcast_object_list(facts, src=collector, group=context.host_group)
+    if not everywhere and rank not in (0, collector):
+        return {}
+    for name, (dtype, shape) in facts[0].items():
+        if rank != collector:
+            values[name] = torch.empty(num_tokens, *shape, dtype=dtype, device=context.device)
         if everywhere:
-            dist.broadcast(values, src=0)
-        results[name] = torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
-    return results
+            dist.broadcast(values[name], src=collector)
+        elif rank == collector:
+            dist.send(values[name], dst=0)
+        else:
+            dist.recv(values[name], src=collector)
+    return values if everywhere or rank == 0 else {}
 
 
 def _layouts(plan: Plan, tp_size: int) -> list[list[PackLayout]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
@@ -15,6 +17,7 @@ def wrap_ddp(
     *,
     use_distributed_optimizer: bool = True,
     overlap_grad_reduce: bool = False,
+    is_later_chunk: bool = False,
 ) -> DistributedDataParallel:
     """Megatron-Core's DDP around ``model``, with weights made equal over the pool.
 
@@ -25,6 +28,8 @@ def wrap_ddp(
         context: The parallel state.
         use_distributed_optimizer: Reduce-scatter gradients for an optimizer with sharded states.
         overlap_grad_reduce: Reduce while the last micro-batch's backward pass runs.
+        is_later_chunk: Whether another chunk of this rank comes first: its gradients go in one
+            bucket, since the backward passes of the chunks are interleaved.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -33,7 +38,31 @@ def wrap_ddp(
     )
     with quiet_megatron():
         ddp = DistributedDataParallel(
-            get_model_config(model), config, model, pg_collection=context.pg_collection
+            get_model_config(model),
+            config,
+            model,
+            disable_bucketing=is_later_chunk,
+            pg_collection=context.pg_collection,
         )
     ddp.broadcast_params()
     return ddp
+
+
+def wrap_chunks(
+    chunks: Sequence[torch.nn.Module],
+    context: ParallelContext,
+    *,
+    use_distributed_optimizer: bool = True,
+    overlap_grad_reduce: bool = False,
+) -> list[DistributedDataParallel]:
+    """:func:`wrap_ddp` around each chunk of this rank's part of the model."""
+    return [
+        wrap_ddp(
+            chunk,
+            context,
+            use_distributed_optimizer=use_distributed_optimizer,
+            overlap_grad_reduce=overlap_grad_reduce,
+            is_later_chunk=index > 0,
+        )
+        for index, chunk in enumerate(chunks)
+    ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,16 @@ from lightning_dcp.alignment import rows_per_rank
 from lightning_dcp.engine.agreement import agree_on_lengths
 from lightning_dcp.engine.ahead import PlanAhead
 from lightning_dcp.engine.collect import collect_outputs
-from lightning_dcp.engine.routes import as_routes, recorded_routes, routes_of
-from lightning_dcp.model import ROUTES, RouteShape, check_routes
-from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch, read_global_batch
+from lightning_dcp.engine.pipeline import run_pipeline
+from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes, routes_of
+from lightning_dcp.model import ROUTES, RouteShape, check_routes, model_chunks
+from lightning_dcp.packing import (
+    IGNORE_INDEX,
+    GlobalBatch,
+    MicroBatch,
+    pack_micro_batch,
+    read_global_batch,
+)
 from lightning_dcp.parallel import BatchTotals, ParallelContext, bind_micro_batch
 from lightning_dcp.planning import CostModel, Plan, Step, plan_global_batch
 
@@ -166,16 +173,21 @@ class DynamicCPEngine:
         return self.settings.context_parallel_size if static else None
 
     def micro_batches(
-        self, planned: PlannedBatch, *, record_routes: bool = False
+        self, planned: PlannedBatch, recorded: RecordedRoutes | None = None
     ) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, one a step of the plan, bound and on its device."""
+        """This rank's micro-batches, one a step of the plan, bound and on its device.
+
+        Args:
+            planned: From :meth:`prepare`.
+            recorded: Gets what routers record of each of them; None to record nothing.
+        """
         rank = self.context.pool_rank
         totals = BatchTotals(
             tokens=sum(planned.plan.lengths),
             sequences=len(planned.plan.lengths),
             targets=planned.batch.num_targets.to(self.context.device, non_blocking=True),
         )
-        for step in planned.plan.steps:
+        for step, is_filler in self._steps(planned.plan):
             group = step.group_of(rank)
             micro_batch = pack_micro_batch(
                 planned.batch,
@@ -185,14 +197,33 @@ class DynamicCPEngine:
                 tp_size=self.context.sizes.tensor_model_parallel_size,
                 target_extras=planned.target_extras,
             )
+            if is_filler:
+                _empty(micro_batch)
             micro_batch.to(self.context.device, non_blocking=True)
+            records = recorded is not None and not is_filler
+            routes = routes_of(micro_batch, planned.batch, planned.routes, record=records)
+            if recorded is not None and records:
+                recorded.append((routes, micro_batch.layout.num_rows))
             yield bind_micro_batch(
                 micro_batch,
                 self.context.cp_groups,
-                batch_totals=totals,
+                batch_totals=replace(totals, targets=0) if is_filler else totals,
                 max_rows_of_step=self._most_rows(planned.plan, step),
-                routes=routes_of(micro_batch, planned.batch, planned.routes, record=record_routes),
+                routes=routes,
             )
+
+    def _steps(self, plan: Plan) -> list[tuple[Step, bool]]:
+        """The steps to run, and which of them only fill up the last group of a pipeline's chunks.
+
+        Virtual stages run micro-batches in groups of as many as there are stages. What is missing
+        is filled up with the smallest step again, with nothing in it that counts.
+        """
+        steps = [(step, False) for step in plan.steps]
+        if self.context.sizes.virtual_pipeline_model_parallel_size > 1:
+            missing = -len(steps) % self.context.sizes.pipeline_model_parallel_size
+            smallest = min(plan.steps, key=lambda step: self._most_rows(plan, step))
+            steps += [(smallest, True)] * missing
+        return steps
 
     def _most_rows(self, plan: Plan, step: Step) -> int:
         """The most rows that any rank has in a step."""
@@ -207,7 +238,7 @@ class DynamicCPEngine:
 
     def train_step(
         self,
-        ddp: DistributedDataParallel,
+        ddp: DistributedDataParallel | Sequence[DistributedDataParallel],
         planned: PlannedBatch,
         micro_batch_step: MicroBatchStep,
         *,
@@ -219,31 +250,74 @@ class DynamicCPEngine:
         ranks, and divided by the target tokens of the whole global batch.
 
         Args:
-            ddp: The model, wrapped; its buffers are zeroed first.
+            ddp: The model, wrapped, or each chunk of this rank's part; buffers are zeroed first.
             planned: From :meth:`prepare`.
-            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank.
+            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank; called
+                where the model ends.
             force_all_reduce: Leave whole gradients on every rank, also where the distributed
                 optimizer needs only a shard.
         """
         share = self._wait_share(planned)
-        _zero_gradients(ddp)
-        ddp.force_all_reduce = force_all_reduce
+        chunks = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)
+        for chunk in chunks:
+            _zero_gradients(chunk)
+            chunk.force_all_reduce = force_all_reduce
         totals = _Totals(self.context.device)
+        if self._is_pipeline:
+            self._run_pipeline(
+                [chunk.module for chunk in chunks],
+                planned,
+                lambda micro_batch: totals.add(*_loss_of(micro_batch_step, micro_batch)),
+                no_sync=[chunk.no_sync for chunk in chunks],
+            )
+        else:
+            self._run(chunks[0], planned, micro_batch_step, totals)
+        num_tokens = totals.num_tokens.clone()
+        # Reduces the gradients, sums `num_tokens` over the pool in place, and divides by it.
+        finalize_model_grads(
+            chunks,
+            num_tokens,
+            pg_collection=self.context.pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+        return replace(totals.result(self.context, planned.plan), plan_wait_share=share)
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self.context.sizes.pipeline_model_parallel_size > 1
+
+    def _run(
+        self,
+        ddp: DistributedDataParallel,
+        planned: PlannedBatch,
+        micro_batch_step: MicroBatchStep,
+        totals: _Totals,
+    ) -> None:
         num_steps = len(planned.plan.steps)
         for index, micro_batch in enumerate(self.micro_batches(planned)):
             with nullcontext() if index == num_steps - 1 else ddp.no_sync():
                 loss_sum, num_tokens = _checked(micro_batch_step(micro_batch))
                 loss_sum.backward()
             totals.add(loss_sum, num_tokens)
-        num_tokens = totals.num_tokens.clone()
-        # Reduces the gradients, sums `num_tokens` over the pool in place, and divides by it.
-        finalize_model_grads(
-            [ddp],
-            num_tokens,
-            pg_collection=self.context.pg_collection,
-            force_all_reduce=force_all_reduce,
+
+    def _run_pipeline(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        planned: PlannedBatch,
+        last_stage: Callable[[MicroBatch], Tensor],
+        *,
+        no_sync: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+        recorded: RecordedRoutes | None = None,
+    ) -> None:
+        run_pipeline(
+            chunks,
+            self.micro_batches(planned, recorded),
+            last_stage,
+            self.context,
+            num_micro_batches=len(self._steps(planned.plan)),
+            forward_only=not no_sync,
+            no_sync=no_sync,
         )
-        return replace(totals.result(self.context, planned.plan), plan_wait_share=share)
 
     def _wait_share(self, planned: PlannedBatch) -> float | None:
         now, before = time.perf_counter(), self._last_planned
@@ -251,16 +325,27 @@ class DynamicCPEngine:
         return None if before is None else min(planned.plan_wait / (now - before), 1.0)
 
     @torch.no_grad()
-    def eval_step(self, planned: PlannedBatch, micro_batch_step: MicroBatchStep) -> StepResult:
+    def eval_step(
+        self,
+        planned: PlannedBatch,
+        micro_batch_step: MicroBatchStep,
+        *,
+        model: torch.nn.Module | None = None,
+    ) -> StepResult:
         """The forward passes alone; every rank must take part.
 
         Args:
             planned: From :meth:`prepare`.
-            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank.
+            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank; called
+                where the model ends.
+            model: This rank's part of the model; needed for a pipeline alone.
         """
         totals = _Totals(self.context.device)
-        for micro_batch in self.micro_batches(planned):
-            totals.add(*_checked(micro_batch_step(micro_batch)))
+
+        def last_stage(micro_batch: MicroBatch) -> Tensor:
+            return totals.add(*_loss_of(micro_batch_step, micro_batch))
+
+        self._run_forward(planned, last_stage, model)
         return totals.result(self.context, planned.plan)
 
     @torch.no_grad()
@@ -272,6 +357,7 @@ class DynamicCPEngine:
         everywhere: bool = False,
         of_own_token: Collection[str] = (),
         record_routes: bool = False,
+        model: torch.nn.Module | None = None,
     ) -> dict[str, Tensor]:
         """Outputs of every target, in the order of the batch; every rank must take part.
 
@@ -281,18 +367,27 @@ class DynamicCPEngine:
             everywhere: Give the result to all ranks and not to rank 0 alone.
             of_own_token: Names of outputs that are about the row's own token, not its target.
             record_routes: Give ``routed_experts`` too, the experts that each token was sent to.
+            model: This rank's part of the model; needed for a pipeline alone.
 
         Returns:
             As :func:`~lightning_dcp.engine.collect.collect_outputs`.
         """
+        rows: list[dict[str, Tensor]] = []
+
+        def last_stage(micro_batch: MicroBatch) -> Tensor:
+            outputs = _checked_rows(micro_batch_outputs(micro_batch), micro_batch)
+            if not micro_batch.is_filler:
+                rows.append(outputs)
+            return torch.zeros((), device=self.context.device)
+
         shape = planned.routes if record_routes else None
-        rows = []
-        for micro_batch in self.micro_batches(planned, record_routes=shape is not None):
-            rows.append(_checked_rows(micro_batch_outputs(micro_batch), micro_batch))
-            if shape is not None:
-                routes = micro_batch.packed_seq_params.routes
-                num_rows = micro_batch.layout.num_rows
-                rows[-1][ROUTES] = recorded_routes(routes, num_rows, shape, self.context)
+        recorded: RecordedRoutes | None = None if shape is None else []
+        self._run_forward(planned, last_stage, model, recorded)
+        if shape is not None and recorded is not None:
+            for index, (routes, num_rows) in enumerate(recorded):
+                experts = recorded_routes(routes, num_rows, shape, self.context)
+                if rows:
+                    rows[index][ROUTES] = experts
         outputs = collect_outputs(
             rows,
             planned.plan,
@@ -303,6 +398,39 @@ class DynamicCPEngine:
         if shape is not None and outputs:
             outputs[ROUTES] = as_routes(outputs[ROUTES], shape)
         return outputs
+
+    def _run_forward(
+        self,
+        planned: PlannedBatch,
+        last_stage: Callable[[MicroBatch], Tensor],
+        model: torch.nn.Module | None,
+        recorded: RecordedRoutes | None = None,
+    ) -> None:
+        if not self._is_pipeline:
+            for micro_batch in self.micro_batches(planned, recorded):
+                last_stage(micro_batch)
+            return
+        if model is None:
+            raise ValueError("A pipeline's stages need the model: give model=.")
+        self._run_pipeline(model_chunks(model), planned, last_stage, recorded=recorded)
+
+
+def _empty(micro_batch: MicroBatch) -> None:
+    """Leaves nothing in a micro-batch that counts: no target, and no token for a router."""
+    micro_batch.is_filler = True
+    micro_batch.labels.fill_(IGNORE_INDEX)
+    micro_batch.loss_mask.fill_(False)
+    micro_batch.padding_mask.fill_(True)
+    micro_batch.num_tokens.zero_()
+
+
+def _loss_of(micro_batch_step: MicroBatchStep, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    loss_sum, num_tokens = _checked(micro_batch_step(micro_batch))
+    if micro_batch.is_filler:
+        # Whatever the loss makes of it: zero, with a backward pass in which all stages take part.
+        never = torch.zeros((), dtype=torch.bool, device=loss_sum.device)
+        return torch.where(never, loss_sum, 0), torch.zeros_like(num_tokens)
+    return loss_sum, num_tokens
 
 
 def _zero_gradients(ddp: DistributedDataParallel) -> None:
@@ -322,13 +450,17 @@ class _Totals:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, loss_sum: Tensor, num_tokens: Tensor) -> None:
+    def add(self, loss_sum: Tensor, num_tokens: Tensor) -> Tensor:
         self.loss_sum += loss_sum.detach()
         self.num_tokens += num_tokens
+        return loss_sum
 
     def result(self, context: ParallelContext, plan: Plan) -> StepResult:
         both = torch.stack((self.loss_sum, self.num_tokens.double()))
         dist.all_reduce(both, group=context.pg_collection.dp_cp)
+        if context.sizes.pipeline_model_parallel_size > 1:
+            # Only the last stage has sums; the others have zeros.
+            dist.all_reduce(both, group=context.pg_collection.pp)
         mean = both[0] / both[1].clamp(min=1)
         return StepResult(mean.float(), both[1].long(), plan)
 

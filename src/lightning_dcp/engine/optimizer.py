@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ class OptimizerSettings:
 
 
 def build_optimizer(
-    ddp: DistributedDataParallel,
+    ddp: DistributedDataParallel | Sequence[DistributedDataParallel],
     context: ParallelContext,
     config: OptimizerConfig,
     *,
@@ -55,20 +55,20 @@ def build_optimizer(
     """Megatron-Core's optimizer for a wrapped model.
 
     Args:
-        ddp: The model, wrapped.
+        ddp: The model, wrapped; or each of its chunks.
         context: The parallel state.
         config: What the optimizer is; precision, sharding and clipping are set here.
         clip_grad: The global norm that gradients are clipped to; 0 leaves them alone.
     """
-    bf16 = ddp.config.params_dtype == torch.bfloat16
-    config.bf16 = bf16
-    config.params_dtype = ddp.config.params_dtype
+    chunks = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)
+    config.params_dtype = chunks[0].config.params_dtype
+    config.bf16 = config.params_dtype == torch.bfloat16
     config.clip_grad = clip_grad
-    config.use_distributed_optimizer = ddp.ddp_config.use_distributed_optimizer
+    config.use_distributed_optimizer = chunks[0].ddp_config.use_distributed_optimizer
     with quiet_megatron():
         inner = get_megatron_optimizer(
             config,
-            [ddp],
+            chunks,
             pg_collection=context.pg_collection,
             use_gloo_process_groups=False,
         )

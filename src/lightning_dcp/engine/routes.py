@@ -12,6 +12,9 @@ from lightning_dcp.model import ROUTES, RouteShape
 from lightning_dcp.packing import GlobalBatch, Jagged, MicroBatch
 from lightning_dcp.parallel import BoundRoutes, ParallelContext
 
+RecordedRoutes = list[tuple[BoundRoutes, int]]
+"""Of each micro-batch that counts, in order, what routers leave and its rows on this CP rank."""
+
 
 def routes_of(
     micro_batch: MicroBatch, batch: GlobalBatch, shape: RouteShape | None, *, record: bool = False

@@ -1,9 +1,9 @@
 """The model: Megatron-Core's GPTModel, with attention for packed sequences under any CP group."""
 
-from lightning_dcp.model.build import build_gpt_model
+from lightning_dcp.model.build import build_gpt_model, build_model, model_chunks
 from lightning_dcp.model.config import ModelConfig, Recompute
 from lightning_dcp.model.moe_config import MoEConfig
-from lightning_dcp.model.outputs import HiddenStates, hidden_states, whole_logits
+from lightning_dcp.model.outputs import HiddenStates, hidden_states, stage_output, whole_logits
 from lightning_dcp.model.router_replay import check_routers
 from lightning_dcp.model.routes import ROUTES, RouteShape, check_routes
 
@@ -15,8 +15,11 @@ __all__ = [
     "Recompute",
     "RouteShape",
     "build_gpt_model",
+    "build_model",
     "check_routers",
     "check_routes",
     "hidden_states",
+    "model_chunks",
+    "stage_output",
     "whole_logits",
 ]

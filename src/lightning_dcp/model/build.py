@@ -146,6 +146,42 @@ def _block(
     )
 
 
+def build_model(
+    config: ModelConfig,
+    context: ParallelContext,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    recompute: Recompute = Recompute(),
+) -> torch.nn.Module:
+    """This rank's part of the model: a GPTModel, or a ``ModuleList`` of its virtual stages' chunks.
+
+    Args:
+        config: The model's sizes.
+        context: The parallel state.
+        dtype: Of the weights.
+        seed: Of the initial weights; the same on all ranks.
+        recompute: What the backward pass computes again.
+
+    Raises:
+        ValueError: A parallel size that does not divide what it splits.
+    """
+    virtual = context.sizes.virtual_pipeline_model_parallel_size
+    stages = range(virtual) if virtual > 1 else [None]
+    chunks = [
+        build_gpt_model(
+            config, context, dtype=dtype, seed=seed, recompute=recompute, virtual_stage=stage
+        )
+        for stage in stages
+    ]
+    return torch.nn.ModuleList(chunks) if virtual > 1 else chunks[0]
+
+
+def model_chunks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The chunks of what :func:`build_model` gave, in the order of the layers."""
+    return list(model) if isinstance(model, torch.nn.ModuleList) else [model]
+
+
 @contextmanager
 def _seeded(seed: int, context: ParallelContext) -> Iterator[None]:
     if context.cpu_mode:

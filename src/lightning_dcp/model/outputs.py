@@ -36,14 +36,37 @@ def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> HiddenStat
         micro_batch: A micro-batch with its CP group bound.
     """
     result: HiddenStates = model(
-        input_ids=micro_batch.input_ids[None],
-        position_ids=micro_batch.position_ids[None],
-        attention_mask=None,
-        packed_seq_params=micro_batch.packed_seq_params,
-        padding_mask=micro_batch.padding_mask[None],
-        output_processor=_take_hidden_states,
+        **_arguments(model, micro_batch), output_processor=_take_hidden_states
     )
     return result
+
+
+def stage_output(chunk: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
+    """What a chunk of the model that is not the last hands on, ``[rows, 1, hidden_size]``.
+
+    Under sequence parallelism the rows are this rank's slice.
+
+    Args:
+        chunk: A chunk without an output layer, with its input set and its CP hooks installed.
+        micro_batch: A micro-batch with its CP group bound.
+    """
+    result: Tensor = chunk(**_arguments(chunk, micro_batch))
+    return result
+
+
+def _arguments(model: Any, micro_batch: MicroBatch) -> dict[str, Any]:
+    padding_mask = micro_batch.padding_mask[None]
+    if not model.pre_process and model.config.sequence_parallel:
+        # The chunk with the embedding cuts the mask along with the rows; later ones get it cut.
+        group = model.pg_collection.tp
+        padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()].contiguous()
+    return {
+        "input_ids": micro_batch.input_ids[None],
+        "position_ids": micro_batch.position_ids[None],
+        "attention_mask": None,
+        "packed_seq_params": micro_batch.packed_seq_params,
+        "padding_mask": padding_mask,
+    }
 
 
 def _take_hidden_states(

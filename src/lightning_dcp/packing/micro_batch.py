@@ -58,6 +58,8 @@ class MicroBatch:
             per-token one has at the next token, as ``labels``, or that of the row's sample;
             ``[rows, ...]``, 0 where the row has no target.
         layout: The host's view of all of this.
+        is_filler: Whether it only fills up a pipeline's group: nothing in it counts, and the engine
+            takes its loss for zero.
     """
 
     input_ids: Tensor
@@ -73,6 +75,7 @@ class MicroBatch:
     extras: dict[str, Tensor] = field(default_factory=dict)
     target_extras: dict[str, Tensor] = field(default_factory=dict)
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
+    is_filler: bool = False
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """This micro-batch with every tensor on ``device``; changes it in place."""

@@ -56,6 +56,12 @@ class ParallelContext:
         """Whether this process ends the pipeline: it alone knows losses and outputs."""
         return self.pp_rank == self.sizes.pipeline_model_parallel_size - 1
 
+    @property
+    def collector(self) -> int:
+        """The global rank that collects outputs: the first of the pipeline's last stage."""
+        stages = self.sizes.pipeline_model_parallel_size
+        return self.sizes.world_size // stages * (stages - 1)
+
     def starts_model(self, virtual_stage: int | None = None) -> bool:
         """Whether this process's chunk has the embedding."""
         return self.pp_rank == 0 and not virtual_stage

@@ -1,0 +1,74 @@
+"""Experts and pipelines through the Trainer: a run goes on in another layout of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import trainers
+from distributed import run_distributed
+from lightning_dcp import MoEConfig
+from lightning_dcp.engine import full_model_state
+
+CONFIG = replace(
+    trainers.CONFIG,
+    num_layers=4,
+    tie_word_embeddings=True,
+    moe=MoEConfig(
+        num_experts=4,
+        topk=2,
+        ffn_hidden_size=16,
+        score_function="sigmoid",
+        expert_bias=True,
+        seq_aux_loss_coeff=0.1,
+        z_loss_coeff=0.01,
+    ),
+)
+EP2 = {"expert_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def train(folder: str, resume: str | None, cap: int, strategy: dict[str, Any]):
+    module = trainers.module(model=CONFIG)
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_epochs=1, save_top_k=-1)
+    trainer = trainers.trainer(
+        cap, strategy, enable_checkpointing=True, callbacks=[checkpoint], max_epochs=2
+    )
+    losses, state = [], {}
+
+    def keep(*args: Any) -> None:
+        losses.append(float(module.last_step.loss))
+
+    def keep_weights() -> None:
+        whole = full_model_state(module, trainer.strategy.context)
+        state.update({name: value.numpy() for name, value in whole.items()})
+
+    module.on_train_batch_end, module.on_train_end = keep, keep_weights
+    trainer.fit(module, trainers.batches(2), ckpt_path=resume)
+    return {"losses": losses, "weights": state, "steps": trainer.global_step}
+
+
+@pytest.mark.parametrize(
+    ("world", "cap", "strategy"),
+    [(1, 256, {}), (2, 96, PP2), (4, 48, VPP2 | EP2), (4, 48, TP2 | EP2)],
+    ids=["1", "2-pp2", "4-pp2-vpp2-ep2", "4-tp2-sp-ep2"],
+)
+def test_a_run_resumes_with_other_experts_and_stages_on_each_rank(tmp_path, world, cap, strategy):
+    first = run_distributed(train, 4, str(tmp_path / "a"), None, 48, PP2 | EP2)[0]
+    middle = str(tmp_path / "a" / "step=2.ckpt")
+    resumed = run_distributed(train, world, str(tmp_path / "b"), middle, cap, strategy)
+    assert {result["steps"] for result in resumed} == {4}
+    for result in resumed:
+        np.testing.assert_allclose(result["losses"], first["losses"][2:], rtol=1e-5)
+    assert set(resumed[0]["weights"]) == set(first["weights"])
+    for name, weight in first["weights"].items():
+        scale = max(float(np.abs(weight).max()), 1e-6)
+        np.testing.assert_allclose(
+            resumed[0]["weights"][name], weight, atol=1e-5 * scale, rtol=0, err_msg=name
+        )
