@@ -3,6 +3,7 @@
 from lightning_dcp.data.collate import collate_jagged
 from lightning_dcp.data.lengths import LengthDistribution, LengthTable, read_length_file
 from lightning_dcp.data.pieces import DocumentCounts
+from lightning_dcp.data.rollouts import SyntheticRollouts
 from lightning_dcp.data.synthetic import SyntheticDataModule
 from lightning_dcp.data.text import TextDataModule
 from lightning_dcp.data.tokenizers import ByteTokenizer, load_tokenizer
@@ -13,6 +14,7 @@ __all__ = [
     "LengthDistribution",
     "LengthTable",
     "SyntheticDataModule",
+    "SyntheticRollouts",
     "TextDataModule",
     "collate_jagged",
     "load_tokenizer",
