@@ -94,6 +94,31 @@ def test_rl_with_replayed_routes_trains(tmp_path):
     assert "has [3, 2] values a token" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["moe_small"])
+def test_a_small_twin_trains(tmp_path, name):
+    config = str(ROOT / "configs" / f"{name}.yaml")
+    done = cli("fit", "--config", config, "--trainer.max_steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    rows = list(csv.DictReader(metrics.open()))
+    assert len(rows) == 2
+    assert all(float(row["train_loss"]) > 0 for row in rows)
+    if name == "moe_small":
+        assert all(0.9 < float(row["moe_aux_loss"]) < 2 for row in rows)
+
+
+def test_the_published_layout_is_that_of_its_twin():
+    large, small = (
+        yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["trainer"]
+        for name in ("moe_30b_a3b", "moe_small")
+    )
+    assert large["strategy"]["init_args"]["max_seqlen_per_dp_cp_rank"] == 4096
+    for trainer in (large, small):
+        options = trainer["strategy"]["init_args"]
+        assert options["expert_model_parallel_size"] == trainer["devices"]
+        assert "tensor_model_parallel_size" not in options
+
+
 def test_predict_stores_log_probabilities_of_every_sample(tmp_path):
     data = '--data.init_args.data=["{stdlib}/json/*.py"]'
     train = "--data.init_args.predict_split=train"

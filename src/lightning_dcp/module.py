@@ -284,6 +284,7 @@ class DynamicCPModule(LightningModule):
         }
         if step.plan_wait_share is not None:
             values["plan_wait_share"] = step.plan_wait_share
+        values |= step.router_losses
         samples = len(step.plan.lengths)
         self.log("train_loss", step.loss, prog_bar=True, batch_size=samples)
         self.log_dict(values, batch_size=samples)

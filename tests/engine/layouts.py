@@ -185,6 +185,7 @@ def train(layout: Layout, config: ModelConfig, routes: Routes | None = None) -> 
             "evals": [],
             "packs": [],
             "num_steps": [],
+            "router_losses": [],
         }
         cp_sizes = set()
         for index, batch in enumerate(batches()):
@@ -201,6 +202,9 @@ def train(layout: Layout, config: ModelConfig, routes: Routes | None = None) -> 
             found["evals"].append(float(engine.eval_step(planned, step, model=model).loss))
             result = engine.train_step(ddp, planned, step, force_all_reduce=True)
             found["losses"].append(float(result.loss))
+            found["router_losses"].append(
+                {name: float(loss) for name, loss in result.router_losses.items()}
+            )
             mine = {name: p.main_grad for name, p in model.named_parameters()}
             found["grads"].append(numpy(gather_whole(mine, model, context)))
             optimizer.step()

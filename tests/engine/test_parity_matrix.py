@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from layouts import BIASED, DENSE, GATHERED, MOE, Layout, check
+from layouts import BIASED, DENSE, GATHERED, MOE, Layout, check, train
 
+from distributed import run_distributed
 from lightning_dcp.model import Recompute
 
 SEQUENCE_PARALLEL = [
@@ -35,6 +36,24 @@ EXPERTS = [
 @pytest.mark.parametrize("layout", EXPERTS, ids=str)
 def test_experts(layout):
     check(layout, MOE)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(4, 24, ep=2), Layout(4, 48, tp=2, sequence_parallel=True), Layout(4, 48, pp=2)],
+    ids=str,
+)
+def test_logged_router_losses_do_not_depend_on_the_layout(layout):
+    # Without the one loss that depends on what is packed together.
+    config = replace(MOE, moe=replace(MOE.moe, aux_loss_coeff=0.0))
+    (alone,) = run_distributed(train, 1, Layout(1, 256), config)
+    results = run_distributed(train, 4, layout, config)
+    for result in results:
+        for found, wanted in zip(result["router_losses"], alone["router_losses"], strict=True):
+            assert set(found) == {"moe_seq_aux_loss", "moe_z_loss"}
+            assert found == pytest.approx(wanted, rel=1e-5)
+    # 1 where the load is even.
+    assert 1 < alone["router_losses"][0]["moe_seq_aux_loss"] < 3
 
 
 @pytest.mark.parametrize("layout", [EXPERTS[0], EXPERTS[3], EXPERTS[5]], ids=str)

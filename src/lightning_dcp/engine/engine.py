@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from lightning_dcp.engine.agreement import agree_on_lengths
 from lightning_dcp.engine.ahead import PlanAhead
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.engine.pipeline import run_pipeline
+from lightning_dcp.engine.router_losses import collect_router_losses
 from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes, routes_of
 from lightning_dcp.model import ROUTES, RouteShape, check_routes, model_chunks
 from lightning_dcp.packing import (
@@ -88,12 +89,15 @@ class StepResult:
         plan: The plan that ran.
         plan_wait_share: Share of the time since the step before that this rank spent waiting for
             the plan; None for the first step. It alone may differ between ranks.
+        router_losses: Of a training step of a model with experts, by name, without coefficients:
+            means over the global batch and the layers.
     """
 
     loss: Tensor
     num_tokens: Tensor
     plan: Plan
     plan_wait_share: float | None = None
+    router_losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 class DynamicCPEngine:
@@ -280,7 +284,11 @@ class DynamicCPEngine:
             pg_collection=self.context.pg_collection,
             force_all_reduce=force_all_reduce,
         )
-        return replace(totals.result(self.context, planned.plan), plan_wait_share=share)
+        return replace(
+            totals.result(self.context, planned.plan),
+            plan_wait_share=share,
+            router_losses=collect_router_losses(chunks, self.context),
+        )
 
     @property
     def _is_pipeline(self) -> bool:
