@@ -202,6 +202,7 @@ def help_of(*arguments: str, cwd: Path) -> str:
         ("--model.help", "lightning_dcp.DynamicCPModule"),
         ("--data.help", "lightning_dcp.TextDataModule"),
         ("--data.help", "lightning_dcp.SyntheticDataModule"),
+        ("--data.help", "lightning_dcp.ParquetDataModule"),
         ("--trainer.strategy.help", "lightning_dcp.DynamicCPStrategy"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 
 import trainers
 from distributed import run_distributed
-from lightning_dcp import DynamicCPModule, MoEConfig, PredictionWriter
+from lightning_dcp import DynamicCPModule, MoEConfig, ParquetDataModule, PredictionWriter
 from lightning_dcp.data import collate_jagged
 
 MOE = MoEConfig(num_experts=8, topk=2, ffn_hidden_size=16, router_replay=True)
@@ -61,6 +61,12 @@ def r2(cap, strategy, path):
         found[name] = [one.numpy() for one in outputs["routed_experts"].unbind()]
         trainers.trainer(cap, strategy).fit(other, trainers.Batches([batch(routes)]))
         found[f"{name} loss"] = float(other.last_step.loss)
+    # Rank 0 has written the file.
+    torch.distributed.barrier()
+    stored = ParquetDataModule(path, global_batch_size=len(IDS), shuffle=False, num_workers=0)
+    other = trainers.module(**options)
+    trainers.trainer(cap, strategy).fit(other, stored)
+    found["stored loss"] = float(other.last_step.loss)
     return found
 
 
@@ -84,6 +90,7 @@ def test_what_predict_records_fit_replays(tmp_path, world, cap, strategy):
         np.testing.assert_array_equal(as_sets(found["ignored"]), as_sets(found["live"]))
         assert (as_sets(found["live"]) != recorded).any(-1).mean() > 0.1
         assert found["ignored loss"] == pytest.approx(found["live loss"], rel=1e-6)
+        assert found["stored loss"] == pytest.approx(found["replayed loss"], rel=1e-6)
         assert abs(found["replayed loss"] - found["live loss"]) > 1e-4
     table = pq.read_table(path).to_pydict()
     assert table["sample_id"] == list(range(len(IDS)))

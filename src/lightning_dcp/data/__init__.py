@@ -1,7 +1,8 @@
-"""DataModules that emit jagged batches: text from files, and synthetic tokens."""
+"""DataModules that emit jagged batches: text and parquet files, and synthetic tokens."""
 
 from lightning_dcp.data.collate import collate_jagged
 from lightning_dcp.data.lengths import LengthDistribution, LengthTable, read_length_file
+from lightning_dcp.data.parquet import ParquetDataModule
 from lightning_dcp.data.pieces import DocumentCounts
 from lightning_dcp.data.rollouts import SyntheticRollouts
 from lightning_dcp.data.synthetic import SyntheticDataModule
@@ -13,6 +14,7 @@ __all__ = [
     "DocumentCounts",
     "LengthDistribution",
     "LengthTable",
+    "ParquetDataModule",
     "SyntheticDataModule",
     "SyntheticRollouts",
     "TextDataModule",
