@@ -20,7 +20,7 @@ from launch import run_on, spread
 from lightning_dcp.commands.calibrate import CalibrateOptions, Result, calibrate
 from lightning_dcp.engine import DynamicCPEngine, PlanSettings
 from lightning_dcp.parallel import ParallelContext, ParallelSizes, quiet_megatron, setup_parallel
-from lightning_dcp.planning import CostModel, evaluate, plan_global_batch
+from lightning_dcp.planning import CostModel, execution_of, plan_global_batch
 
 PLANNERS = ("static", "balanced")
 
@@ -85,9 +85,10 @@ def predicted_seconds(task: Task, planner: str, num_ranks: int) -> list[float]:
             planner=planner,
             context_parallel_size=num_ranks if planner == "static" else None,
             cost_model=task.cost_model,
+            execution=execution_of(),
         )
-        # Without pipeline and expert parallelism only the members of a group wait for each other.
-        seconds.append(evaluate(plan, task.cost_model, execution="free_running").predicted_seconds)
+        assert plan.report is not None
+        seconds.append(plan.report.predicted_seconds)
     return seconds
 
 

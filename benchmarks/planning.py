@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.alignment import longest_that_fits
+from lightning_dcp.alignment import PackPadding, longest_that_fits
 from lightning_dcp.data.lengths import LengthDistribution, LengthTable, read_length_file
 from lightning_dcp.planning import (
     H200,
@@ -310,7 +310,9 @@ def random_workload(rng: random.Random) -> dict:
     num_ranks, tp_size = rng.randint(1, 64), rng.choice([1, 1, 2, 3, 4, 8])
     least = tp_size * (2 if num_ranks > 1 else 1)
     cap = rng.choice([least, least + 1, 7 * least, 64 * least, 100 * least + 3, 4096 * least])
-    most = longest_that_fits(cap, num_ranks, tp_size)
+    bucket = rng.choice([None, None, 1, rng.randint(1, max(1, cap // least // 2))])
+    padding = PackPadding(pad_to_length_bucket=bucket and bucket * least)
+    most = longest_that_fits(cap, num_ranks, tp_size, padding)
     number = min(rng.choice([1, 2, 3, num_ranks, 4 * num_ranks, rng.randint(1, 300)]), 300)
     lengths = [
         rng.choice([max(1, int(most ** rng.random())), rng.randint(1, most), most, 1])
@@ -318,12 +320,27 @@ def random_workload(rng: random.Random) -> dict:
     ]
     return {
         "lengths": lengths,
+        "keep_together": random_units(rng, lengths, most, 2 * tp_size * num_ranks),
+        "pad_to_length_bucket": padding.pad_to_length_bucket,
         "num_ranks": num_ranks,
         "max_seqlen_per_dp_cp_rank": cap,
         "tp_size": tp_size,
         "execution": rng.choice(["lockstep", "free_running"]),
         "cost_model": rng.choice([CostModel(), MODELS["30B-A3B"], CostModel(ranks_per_node=2)]),
     }
+
+
+def random_units(rng: random.Random, lengths: list[int], most: int, align: int) -> list[int] | None:
+    """Unit ids of neighbours that fit the pool together, or none."""
+    if rng.random() < 0.6:
+        return None
+    units, tokens = [0], -(-lengths[0] // align) * align
+    for length in lengths[1:]:
+        padded = -(-length // align) * align
+        joins = tokens + padded <= most and rng.random() < 0.5
+        units.append(units[-1] + (not joins))
+        tokens = padded + (tokens if joins else 0)
+    return units
 
 
 if __name__ == "__main__":

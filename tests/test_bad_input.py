@@ -52,6 +52,37 @@ def test_a_cap_that_is_missing_or_no_positive_int(cap, error, found):
     assert found in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["pad_to_length", "pad_to_length_bucket"])
+@pytest.mark.parametrize(
+    ("value", "error", "found"),
+    [
+        (0, ValueError, "=0 must be 1 or more"),
+        (-512, ValueError, "=-512 must be 1 or more"),
+        (4097, ValueError, "=4097 is larger than max_seqlen_per_dp_cp_rank=4096"),
+        (512.0, TypeError, "=512.0 is a float"),
+        (True, TypeError, "=True is a bool"),
+    ],
+)
+def test_lengths_to_pad_to_that_cannot_work(name, value, error, found):
+    with pytest.raises(error, match=name + found):
+        DynamicCPStrategy(max_seqlen_per_dp_cp_rank=4096, **{name: value})
+
+
+def test_two_lengths_to_pad_to():
+    with pytest.raises(ValueError, match=r"pad_to_length=8 .* pad_to_length_bucket=4: leave one"):
+        DynamicCPStrategy(8, pad_to_length=8, pad_to_length_bucket=4)
+
+
+def test_a_bucket_that_is_larger_than_the_cap_on_a_whole_pool():
+    message = refused({"pad_to_length_bucket": 47})
+    assert "pad_to_length_bucket=47 with tp_size=1, CP sizes up to 2 pads the rows" in message
+    assert "to a multiple of 94, over max_seqlen_per_dp_cp_rank=48" in message
+
+
+def test_a_length_to_pad_to_that_a_pool_cannot_cut():
+    assert "pad_to_length=47 is no multiple of 2" in refused({"pad_to_length": 47})
+
+
 def test_a_planner_beside_static_context_parallelism():
     with pytest.raises(ValueError, match="dynamic_context_parallel=False"):
         DynamicCPStrategy(8, planner="balanced", dynamic_context_parallel=False)

@@ -18,8 +18,10 @@ from lightning_dcp.engine.ahead import PlanAhead, PlanningLoader
 from lightning_dcp.planning import plan_global_batch
 
 
-def plan(lengths):
-    return plan_global_batch(lengths, num_ranks=2, max_seqlen_per_dp_cp_rank=64)
+def plan(lengths, units=None):
+    return plan_global_batch(
+        lengths, num_ranks=2, max_seqlen_per_dp_cp_rank=64, keep_together=units
+    )
 
 
 @pytest.fixture
@@ -38,9 +40,24 @@ def test_a_submitted_batch_has_the_plan_that_planning_gives(ahead):
     assert ahead.get(lengths)[0] == plan(lengths)
 
 
+def test_units_are_part_of_what_a_plan_is_found_by(ahead):
+    batch = trainers.jagged([[1, 2, 3], [4, 5], [6]]) | {"pair_ids": torch.tensor([3, 9, 3])}
+    ahead.submit(batch, keep_together="pair_ids")
+    lengths, units = np.array([3, 2, 1]), np.array([3, 9, 3])
+    assert len(ahead._plans) == 1
+    assert ahead.get(lengths, np.array([3, 3, 9]))[0].keep_together == (3, 3, 9)
+    assert ahead.get(lengths)[0].keep_together is None
+    assert len(ahead._plans) == 1
+    assert ahead.get(lengths, units)[0].keep_together == (3, 9, 3)
+    assert not ahead._plans
+
+
 def test_what_is_no_batch_is_left_to_the_step(ahead):
     for batch in ([1], {"ids": 1}, {"input_ids": torch.zeros(2, 2)}, None):
         ahead.submit(batch)
+    ahead.submit(trainers.jagged([[1]]), keep_together="pair_ids")
+    ahead.submit(trainers.jagged([[1]]) | {"pair_ids": [0]}, keep_together="pair_ids")
+    assert not ahead._plans
 
 
 def test_an_error_of_the_planner_is_raised_where_the_plan_is_wanted(ahead):

@@ -7,7 +7,7 @@ from typing import Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
-from lightning_dcp.alignment import longest_that_fits, rows_per_rank
+from lightning_dcp.alignment import PackPadding, longest_that_fits, rows_per_rank
 from lightning_dcp.parallel import ParallelSizes
 
 Cap = int | Literal["auto"]
@@ -57,18 +57,22 @@ def check_vocabulary(trainer: Trainer, module: LightningModule) -> None:
         )
 
 
-def resolve_cap(cap: Cap, *, trainer: Trainer, sizes: ParallelSizes) -> int:
+def resolve_cap(cap: Cap, *, trainer: Trainer, sizes: ParallelSizes, padding: PackPadding) -> int:
     """The cap as a number: ``"auto"`` follows from the DataModule's ``max_length``.
 
     Args:
         cap: A checked ``max_seqlen_per_dp_cp_rank``.
         trainer: Knows the DataModule.
         sizes: The parallel sizes of the run.
+        padding: How packs are padded; the cap holds them.
 
     Raises:
-        ValueError: ``"auto"`` without a DataModule that has a ``max_length``.
+        ValueError: ``"auto"`` without a DataModule that has a ``max_length``, or packs that are
+            padded beyond the cap.
     """
-    return cap if isinstance(cap, int) else _cap_of_data(trainer, sizes)
+    number = cap if isinstance(cap, int) else _cap_of_data(trainer, sizes, padding)
+    padding.check_cap(number, sizes.dp_cp_size, sizes.tensor_model_parallel_size)
+    return number
 
 
 def check_cap(cap: object) -> Cap:
@@ -93,7 +97,7 @@ def check_cap(cap: object) -> Cap:
     return cap
 
 
-def _cap_of_data(trainer: Trainer, sizes: ParallelSizes) -> int:
+def _cap_of_data(trainer: Trainer, sizes: ParallelSizes, padding: PackPadding) -> int:
     max_length = getattr(getattr(trainer, "datamodule", None), "max_length", None)
     if not isinstance(max_length, int):
         raise ValueError(
@@ -102,6 +106,6 @@ def _cap_of_data(trainer: Trainer, sizes: ParallelSizes) -> int:
             "max_seqlen_per_dp_cp_rank=4096))."
         )
     pool, tp_size = sizes.dp_cp_size, sizes.tensor_model_parallel_size
-    cap = rows_per_rank(max_length, pool, tp_size)
-    assert longest_that_fits(cap, pool, tp_size) >= max_length
+    cap = padding.pack_rows(rows_per_rank(max_length, pool, tp_size, padding), pool, tp_size)
+    assert longest_that_fits(cap, pool, tp_size, padding) >= max_length
     return cap

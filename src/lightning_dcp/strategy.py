@@ -34,6 +34,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
+from lightning_dcp.alignment import PackPadding
 from lightning_dcp.calibration_file import read_calibration
 from lightning_dcp.engine import (
     DynamicCPEngine,
@@ -84,6 +85,11 @@ class DynamicCPStrategy(ParallelStrategy):
             (Megatron-Core's scheduler, where the installed build has one).
         cost_model: File that ``lightning-dcp calibrate`` wrote for this model: planners then
             minimise times that were measured. None for the figures of an 8B model on H200.
+        pad_to_length: Pad every micro-batch to this many rows of a rank, so that there is one shape
+            only. A micro-batch then holds no more, so that the cap is this number or larger.
+        pad_to_length_bucket: Round the rows that a rank holds of a micro-batch up to a multiple of
+            this (and of all else that must divide them), so that few shapes occur and little is
+            compiled or tuned again; 512 is a good start. The cap holds after rounding.
         dynamic_context_parallel: False runs the same batches with every micro-batch on
             ``context_parallel_size`` ranks, to compare with.
         pipeline_model_parallel_size: Pipeline stages.
@@ -104,8 +110,8 @@ class DynamicCPStrategy(ParallelStrategy):
         precision_plugin: Set by the Trainer; ``32-true``, ``bf16-mixed`` and ``bf16-true`` work.
 
     Raises:
-        ValueError: ``max_seqlen_per_dp_cp_rank`` is missing or below 1, or the options contradict
-            each other.
+        ValueError: ``max_seqlen_per_dp_cp_rank`` is missing or below 1, ``pad_to_length`` or
+            ``pad_to_length_bucket`` is below 1 or larger, or the options contradict each other.
     """
 
     strategy_name = "dynamic_cp"
@@ -120,6 +126,8 @@ class DynamicCPStrategy(ParallelStrategy):
         context_parallel_size: int = 1,
         planner: Literal["balanced", "longest_sequence", "static", "megatron"] | None = None,
         cost_model: str | None = None,
+        pad_to_length: int | None = None,
+        pad_to_length_bucket: int | None = None,
         dynamic_context_parallel: bool = True,
         pipeline_model_parallel_size: int = 1,
         virtual_pipeline_model_parallel_size: int = 1,
@@ -150,6 +158,12 @@ class DynamicCPStrategy(ParallelStrategy):
                 "for one size. Leave one of the two out."
             )
         self.max_seqlen_per_dp_cp_rank = check_cap(max_seqlen_per_dp_cp_rank)
+        self.padding = PackPadding(
+            pad_to_length=pad_to_length, pad_to_length_bucket=pad_to_length_bucket
+        )
+        if isinstance(self.max_seqlen_per_dp_cp_rank, int):
+            # Again for the whole pool, when its size is known.
+            self.padding.check_cap(self.max_seqlen_per_dp_cp_rank, 1, tensor_model_parallel_size)
         self.tensor_model_parallel_size = tensor_model_parallel_size
         self.context_parallel_size = context_parallel_size
         self.pipeline_model_parallel_size = pipeline_model_parallel_size
@@ -302,11 +316,16 @@ class DynamicCPStrategy(ParallelStrategy):
     def _plan_settings(self, trainer: Trainer) -> PlanSettings:
         return PlanSettings(
             max_seqlen_per_dp_cp_rank=resolve_cap(
-                self.max_seqlen_per_dp_cp_rank, trainer=trainer, sizes=self.context.sizes
+                self.max_seqlen_per_dp_cp_rank,
+                trainer=trainer,
+                sizes=self.context.sizes,
+                padding=self.padding,
             ),
             planner=self.planner,
             context_parallel_size=self.context_parallel_size,
             cost_model=self._read_cost_model(),
+            pad_to_length=self.padding.pad_to_length,
+            pad_to_length_bucket=self.padding.pad_to_length_bucket,
         )
 
     def _read_cost_model(self) -> CostModel | None:
@@ -414,7 +433,10 @@ class DynamicCPStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         # Lightning asks a loader for the next batch before a step: its plan is made meanwhile.
-        return dataloader if self.engine is None else PlanningLoader(dataloader, self.engine.ahead)
+        if self.engine is None:
+            return dataloader
+        units = self._module.objective.keep_together
+        return PlanningLoader(dataloader, self.engine.ahead, keep_together=units)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -433,16 +455,13 @@ class DynamicCPStrategy(ParallelStrategy):
 
     def _prepare(self, engine: DynamicCPEngine, batch: Mapping[str, Any]) -> PlannedBatch:
         objective, vocab_size = self._module.objective, self._module.vocab_size
-        units: dict[str, Any] = {}
-        if objective.keep_together is not None:
-            units["keep_together"] = objective.keep_together
         return engine.prepare(
             self._module.batch_to_run(batch),
             vocab_size=vocab_size,
             routes=self._module.routes,
             target_extras=[extra.key for extra in objective.extras],
             check=partial(objective.check, vocab_size=vocab_size),
-            **units,
+            keep_together=objective.keep_together,
         )
 
     def train_on(self, batch: Mapping[str, Any]) -> StepResult:

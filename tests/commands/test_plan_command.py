@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
+from lightning_dcp.alignment import PackPadding
 from lightning_dcp.calibration_file import Calibration
 from lightning_dcp.cli import main
 from lightning_dcp.commands.lengths import LengthOptions, read_batches
@@ -97,6 +98,50 @@ def test_jsonl_and_text_files_are_tokenised(capsys, tmp_path):
     )  # fmt: skip
     # One token a byte, and the end of each document.
     assert sorted(values["first_batch"]["lengths"]) == [10, 40, 100, 301]
+
+
+def test_packs_of_few_shapes(capsys, tmp_path):
+    options = [*POOL, *LONG_TAIL, *FEW, "--pad_to_length_bucket=64"]
+    found = json_of(capsys, tmp_path / "plan.json", *options, "--suggest")
+    assert found["pad_to_length_bucket"] == 64
+    lengths = tuple(found["first_batch"]["lengths"])
+    for planner, steps in found["first_batch"]["plans"].items():
+        made = Plan(
+            steps=tuple(
+                Step(tuple(Group(g["first_rank"], g["size"], tuple(g["sample_ids"])) for g in step))
+                for step in steps
+            ),
+            lengths=lengths,
+            num_ranks=4,
+            max_seqlen_per_dp_cp_rank=512,
+            planner=planner,
+            padding=PackPadding(pad_to_length_bucket=64),
+        )
+        made.validate()
+    assert "rows padded to 64 or a multiple" in plan(capsys, *options)
+
+
+def test_what_padding_cannot_do(capsys):
+    assert "pad_to_length_bucket=513 is larger than max_seqlen_per_dp_cp_rank=512" in refused(
+        capsys, *POOL, *LONG_TAIL, "--pad_to_length_bucket=513"
+    )
+    assert "pad_to_length=512 fixes" in refused(
+        capsys, *POOL, *LONG_TAIL, *FEW, "--pad_to_length=512", "--suggest"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "execution"),
+    [
+        ([], "free_running"),
+        (["--pipeline_model_parallel_size=2"], "lockstep"),
+        (["--expert_model_parallel_size=2"], "lockstep"),
+        (["--pipeline_model_parallel_size=2", "--execution=free_running"], "free_running"),
+    ],
+)
+def test_plans_for_what_the_parallel_sizes_run(capsys, tmp_path, options, execution):
+    found = json_of(capsys, tmp_path / "plan.json", *POOL, *LONG_TAIL, *FEW, *options)
+    assert found["execution"] == execution
 
 
 @pytest.mark.parametrize("planner", ["static", "longest_sequence", "balanced"])

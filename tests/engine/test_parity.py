@@ -66,6 +66,7 @@ def train(
     sharded: bool,
     config: ModelConfig = CONFIG,
     overlap: bool = False,
+    padding: dict[str, int] | None = None,
 ) -> dict[str, object]:
     """Trains three steps on this rank's layout; numbers are whole, as on one process."""
     world = dist.get_world_size()
@@ -85,7 +86,12 @@ def train(
         )
         engine = DynamicCPEngine(
             context,
-            PlanSettings(max_seqlen_per_dp_cp_rank=cap, planner=planner, context_parallel_size=cp),
+            PlanSettings(
+                max_seqlen_per_dp_cp_rank=cap,
+                planner=planner,
+                context_parallel_size=cp,
+                **(padding or {}),
+            ),
         )
 
         def step(micro_batch):
@@ -199,6 +205,22 @@ def test_tied_embeddings_equal_one_process():
 
 def test_overlapped_reduction_equals_one_process():
     check(run_distributed(train, 2, 1, 48, "balanced", None, True, CONFIG, True))
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "cap", "padding"),
+    [
+        pytest.param(1, 1, 96, {"pad_to_length_bucket": 32}, id="1"),
+        pytest.param(1, 1, 128, {"pad_to_length": 128}, id="1-one-length"),
+        pytest.param(2, 1, 60, {"pad_to_length_bucket": 20}, id="2"),
+        pytest.param(2, 2, 96, {"pad_to_length_bucket": 16}, id="2-tp2"),
+        pytest.param(4, 1, 24, {"pad_to_length_bucket": 8}, id="4"),
+        pytest.param(4, 1, 64, {"pad_to_length": 48}, id="4-one-length"),
+        pytest.param(4, 2, 48, {"pad_to_length_bucket": 6}, id="4-tp2"),
+    ],
+)
+def test_bucketed_lengths_equal_one_process(world, tp, cap, padding):
+    check(run_distributed(train, world, tp, cap, "balanced", None, True, CONFIG, False, padding))
 
 
 def test_a_small_cap_uses_several_cp_sizes():

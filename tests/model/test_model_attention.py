@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from distributed import run_distributed
+from lightning_dcp.alignment import TIGHT, PackPadding
 from lightning_dcp.model import ModelConfig
 from lightning_dcp.model.attention import PackedAttention, attend_packed, gather_sequences
 from lightning_dcp.model.config import transformer_config
@@ -36,11 +37,17 @@ class Pack:
     """Documents with queries, keys and values, and the rows that each CP rank holds of them."""
 
     def __init__(
-        self, lengths: list[int], cp_size: int, heads: int, groups: int, tp_size: int = 1
+        self,
+        lengths: list[int],
+        cp_size: int,
+        heads: int,
+        groups: int,
+        tp_size: int = 1,
+        padding: PackPadding = TIGHT,
     ) -> None:
         generator = torch.Generator().manual_seed(sum(lengths) + cp_size)
         self.layouts = [
-            PackLayout.of(lengths, cp_size=cp_size, cp_rank=rank, tp_size=tp_size)
+            PackLayout.of(lengths, cp_size=cp_size, cp_rank=rank, tp_size=tp_size, padding=padding)
             for rank in range(cp_size)
         ]
         # Padding holds values as any token does: nothing may come of them.
@@ -98,9 +105,11 @@ class Pack:
     st.sampled_from([(4, 2), (6, 2), (3, 3), (4, 1)]),
     st.sampled_from([1, 2]),
     st.sampled_from([None, 0.3]),
+    st.sampled_from([None, 7, 100]),
 )
-def test_equals_dense_attention_of_each_document(lengths, cp_size, heads, tp_size, scale):
-    pack = Pack(lengths, cp_size, *heads, tp_size=tp_size)
+def test_equals_dense_attention_of_each_document(lengths, cp_size, heads, tp_size, scale, bucket):
+    padding = PackPadding(pad_to_length_bucket=bucket)
+    pack = Pack(lengths, cp_size, *heads, tp_size=tp_size, padding=padding)
     output, grads = pack.run(scale)
     is_token = torch.zeros(len(output), dtype=torch.bool)
     for tokens in pack.documents():
@@ -126,6 +135,20 @@ def test_never_across_documents(cp_size):
     for other in (first, third, fourth):
         assert torch.equal(after[other], before[other])
     assert not torch.equal(after[second], before[second])
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_rows_that_fill_up_a_pack_attend_to_nothing_but_keep_the_graph(cp_size):
+    padding = PackPadding(pad_to_length_bucket=256)
+    pack = Pack([3], cp_size, 2, 2, padding=padding)
+    output, _ = pack.run()
+    # A chunk without a token has one row that attends: ranks meet in its backward pass.
+    assert int((output != 0).any(-1).any(-1).sum()) == 3 + max(2 * cp_size - 1, 0) - (cp_size == 1)
+    for layout in pack.layouts:
+        query, key, value = (part.clone().requires_grad_() for part in pack.whole)
+        rows = query[pack.token_of_row(layout)]
+        attend_packed(rows, key, value, layout).sum().backward()
+        assert value.grad.any()
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dcp.alignment import TIGHT, PackPadding
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch
 
 CP_SIZES = (1, 2, 3, 4, 5, 8)
@@ -47,13 +48,39 @@ def padded(length: int, cp_size: int, tp_size: int) -> int:
     return length
 
 
+def padded_lengths(
+    lengths: Sequence[int], cp_size: int, tp_size: int, padding: PackPadding = TIGHT
+) -> list[int]:
+    """All of them, the last one counted up until the pack is full."""
+    parts = padded(1, cp_size, tp_size)
+    whole = [padded(length, cp_size, tp_size) for length in lengths]
+    while padding.fp8 and any(length % 16 for length in whole):
+        whole = [length + parts * (length % 16 > 0) for length in whole]
+
+    def is_full() -> bool:
+        tokens, rows = sum(whole), sum(whole) // cp_size
+        if padding.pad_to_length is not None:
+            return rows == padding.pad_to_length
+        return not (
+            rows % (padding.pad_to_length_bucket or 1) or (padding.fp8 and tokens % (128 * parts))
+        )
+
+    while not is_full():
+        whole[-1] += parts
+    return whole
+
+
 def rows_of_rank(
-    lengths: Sequence[int], cp_size: int, cp_rank: int, tp_size: int
+    lengths: Sequence[int],
+    cp_size: int,
+    cp_rank: int,
+    tp_size: int,
+    padding: PackPadding = TIGHT,
 ) -> list[tuple[int, int]]:
     """For each row of a rank: the sequence of the pack, and the position in it."""
     rows: list[tuple[int, int]] = []
-    for sequence, length in enumerate(lengths):
-        positions = list(range(padded(length, cp_size, tp_size)))
+    for sequence, length in enumerate(padded_lengths(lengths, cp_size, tp_size, padding)):
+        positions = list(range(length))
         if cp_size > 1:
             size = len(positions) // (2 * cp_size)
             chunks = [positions[i : i + size] for i in range(0, len(positions), size)]
@@ -71,6 +98,7 @@ class Case:
     cp_size: int
     tp_size: int
     starts: tuple[int, ...] | None
+    padding: PackPadding = TIGHT
 
     def tokens(self, offset: int = 0) -> list[Tensor]:
         """Token ids that say which sample and position they are."""
@@ -85,7 +113,7 @@ class Case:
     def rows(self, cp_rank: int) -> list[tuple[int, int]]:
         """For each row of a rank: the sample, and the position in it."""
         lengths = [self.lengths[sample] for sample in self.sample_ids]
-        rows = rows_of_rank(lengths, self.cp_size, cp_rank, self.tp_size)
+        rows = rows_of_rank(lengths, self.cp_size, cp_rank, self.tp_size, self.padding)
         return [(self.sample_ids[sequence], position) for sequence, position in rows]
 
     def pack(self, batch: GlobalBatch) -> list[MicroBatch]:
@@ -97,6 +125,7 @@ class Case:
                 cp_size=self.cp_size,
                 cp_rank=cp_rank,
                 tp_size=self.tp_size,
+                padding=self.padding,
             )
             for cp_rank in range(self.cp_size)
         ]
@@ -110,10 +139,19 @@ def cases(draw: st.DrawFn, max_length: int = 40) -> Case:
     starts = draw(
         st.none() | st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths))
     )
+    cp_size, tp_size = draw(st.sampled_from(CP_SIZES)), draw(st.sampled_from((1, 2)))
+    # Enough rows for any of these sequences, and a number that any group can cut.
+    padding = draw(
+        st.just(TIGHT)
+        | st.integers(1, 40).map(lambda bucket: PackPadding(pad_to_length_bucket=bucket))
+        | st.just(PackPadding(pad_to_length=4 * 6 * (max_length + 32)))
+        | st.just(PackPadding(fp8=True))
+    )
     return Case(
         lengths=tuple(lengths),
         sample_ids=tuple(order[:count]),
-        cp_size=draw(st.sampled_from(CP_SIZES)),
-        tp_size=draw(st.sampled_from((1, 2))),
+        cp_size=cp_size,
+        tp_size=tp_size,
         starts=None if starts is None else tuple(starts),
+        padding=padding,
     )

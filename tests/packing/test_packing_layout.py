@@ -5,14 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from packing_reference import Case, cases, padded, rows_of_rank
+from packing_reference import Case, cases, padded_lengths, rows_of_rank
 
+from lightning_dcp.alignment import PackPadding
 from lightning_dcp.packing import PackLayout
 
 
 def layouts(case: Case) -> list[PackLayout]:
     return [
-        PackLayout.of(case.lengths, cp_size=case.cp_size, cp_rank=rank, tp_size=case.tp_size)
+        PackLayout.of(
+            case.lengths,
+            cp_size=case.cp_size,
+            cp_rank=rank,
+            tp_size=case.tp_size,
+            padding=case.padding,
+        )
         for rank in range(case.cp_size)
     ]
 
@@ -21,7 +28,7 @@ def layouts(case: Case) -> list[PackLayout]:
 @given(cases())
 def test_rows_are_the_zigzag_of_every_sequence(case):
     for rank, layout in enumerate(layouts(case)):
-        rows = rows_of_rank(case.lengths, case.cp_size, rank, case.tp_size)
+        rows = rows_of_rank(case.lengths, case.cp_size, rank, case.tp_size, case.padding)
         assert layout.num_rows == len(rows)
         assert layout.sequence_of_row.tolist() == [sequence for sequence, _ in rows]
         assert layout.positions.tolist() == [position for _, position in rows]
@@ -33,7 +40,7 @@ def test_rows_are_the_zigzag_of_every_sequence(case):
 @settings(deadline=None)
 @given(cases())
 def test_boundaries_are_sums_of_whole_lengths_on_every_rank(case):
-    whole = [padded(length, case.cp_size, case.tp_size) for length in case.lengths]
+    whole = padded_lengths(case.lengths, case.cp_size, case.tp_size, case.padding)
     for layout in layouts(case):
         assert layout.padded_lengths.tolist() == whole
         assert layout.cu_seqlens.tolist() == np.cumsum([0, *case.lengths]).tolist()
@@ -51,13 +58,40 @@ def test_gather_index_puts_the_rows_of_all_ranks_in_token_order(case):
     gathered = [
         row
         for rank in range(case.cp_size)
-        for row in rows_of_rank(case.lengths, case.cp_size, rank, case.tp_size)
+        for row in rows_of_rank(case.lengths, case.cp_size, rank, case.tp_size, case.padding)
     ]
-    in_order = rows_of_rank(
-        [padded(length, case.cp_size, case.tp_size) for length in case.lengths], 1, 0, 1
-    )
+    whole = padded_lengths(case.lengths, case.cp_size, case.tp_size, case.padding)
+    in_order = rows_of_rank(whole, 1, 0, 1)
     for layout in layouts(case):
         assert [gathered[index] for index in layout.gather_index] == in_order
+
+
+@settings(deadline=None)
+@given(cases())
+def test_the_number_of_rows_is_a_multiple_of_all_that_must_divide_it(case):
+    for layout in layouts(case):
+        tokens = layout.num_rows * case.cp_size
+        align = case.tp_size * (2 * case.cp_size if case.cp_size > 1 else 1)
+        assert tokens == layout.padded_lengths.sum()
+        assert tokens % (align * (128 if case.padding.fp8 else 1)) == 0
+        assert layout.num_rows % (case.padding.pad_to_length_bucket or 1) == 0
+        assert layout.num_rows == (case.padding.pad_to_length or layout.num_rows)
+        if case.padding.fp8:
+            assert not (layout.padded_lengths % 16).any()
+
+
+def test_rows_that_fill_up_a_pack_are_padding_at_its_end():
+    padding = PackPadding(pad_to_length_bucket=8)
+    first, second = (
+        PackLayout.of([3, 6], cp_size=2, cp_rank=rank, padding=padding) for rank in (0, 1)
+    )
+    assert first.cu_seqlens.tolist() == [0, 3, 9]
+    assert first.cu_seqlens_padded.tolist() == [0, 4, 16]
+    # The last sequence is cut as one of 12 tokens: chunks of 3.
+    assert first.positions.tolist() == [0, 3, 0, 1, 2, 9, 10, 11]
+    assert first.is_token.tolist() == [True, False, True, True, True, False, False, False]
+    assert second.positions.tolist() == [1, 2, *range(3, 9)]
+    assert second.is_token.tolist() == [True] * 5 + [False] * 3
 
 
 @pytest.mark.parametrize("cp_rank", range(32))
@@ -106,6 +140,8 @@ def test_rows_divide_by_the_tensor_parallel_size(cp_rank, tp_size):
         ([3], {"cp_size": 2, "cp_rank": 2}, r"cp_rank must be in 0\.\.1, found 2"),
         ([3], {"cp_size": 2, "cp_rank": -1}, r"cp_rank must be in 0\.\.1, found -1"),
         ([3], {"cp_rank": 1}, r"cp_rank must be in 0\.\.0, found 1"),
+        ([3, 6], {"padding": PackPadding(pad_to_length=8)}, "take 9 rows .* pad_to_length=8"),
+        ([3], {"cp_size": 2, "padding": PackPadding(pad_to_length=5)}, "5 is no multiple of 2"),
     ],
 )
 def test_refused_layouts(lengths, options, message):

@@ -17,6 +17,7 @@ def pack(case: Case, batch, keys):
             cp_size=case.cp_size,
             cp_rank=rank,
             tp_size=case.tp_size,
+            padding=case.padding,
             target_extras=keys,
         )
         for rank in range(case.cp_size)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_reference import CP_SIZES, nested
 
+from lightning_dcp.alignment import PackPadding
 from lightning_dcp.packing import (
     PackLayout,
     UnpackedSamples,
@@ -33,8 +34,14 @@ def partitions(draw):
 
 
 @settings(deadline=None)
-@given(partitions(), st.sampled_from([(), (3,), (2, 2)]), st.sampled_from([1, 2]))
-def test_round_trip_over_several_groups(partition, trailing, tp_size):
+@given(
+    partitions(),
+    st.sampled_from([(), (3,), (2, 2)]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([None, 1, 7, 64]),
+)
+def test_round_trip_over_several_groups(partition, trailing, tp_size, bucket):
+    padding = PackPadding(pad_to_length_bucket=bucket)
     lengths, packs = partition
     tokens = [100 * sample + torch.arange(n) for sample, n in enumerate(lengths)]
     values = [torch.rand(length, *trailing) for length in lengths]
@@ -42,7 +49,14 @@ def test_round_trip_over_several_groups(partition, trailing, tp_size):
     parts: dict[str, list[UnpackedSamples]] = {"input_ids": [], "values": []}
     for sample_ids, cp_size in packs:
         ranks = [
-            pack_micro_batch(batch, sample_ids, cp_size=cp_size, cp_rank=rank, tp_size=tp_size)
+            pack_micro_batch(
+                batch,
+                sample_ids,
+                cp_size=cp_size,
+                cp_rank=rank,
+                tp_size=tp_size,
+                padding=padding,
+            )
             for rank in range(cp_size)
         ]
         for key, rows in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -11,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_workloads import COST_MODELS, predictions, workloads
 
-from lightning_dcp.alignment import longest_that_fits
+from lightning_dcp.alignment import PackPadding, longest_that_fits
 from lightning_dcp.planning import Problem, lower_bound, plan_global_batch
+from lightning_dcp.planning.balanced import plan_balanced
+from lightning_dcp.planning.bound import raised_bound
+from lightning_dcp.planning.evaluation import predicted_time
 
 # What rounding may add up to.
 EXACT = 1 + 1e-9
@@ -74,16 +78,22 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 def least_seconds(problem: Problem) -> float:
     """The time of the quickest of all valid plans in lockstep, without the code under test."""
     best = float("inf")
+    padding, tp_size = problem.padding, problem.tp_size
+
+    def rows(pack: list[int], size: int) -> int:
+        return padding.pack_rows(sum(problem.rows[size][i] for i in pack), size, tp_size)
+
+    def tail(pack: list[int], size: int) -> float:
+        more = rows(pack, size) - sum(problem.rows[size][i] for i in pack)
+        return problem.cost_model.seconds_per_row * more
+
     for packs in partitions(list(range(len(problem.lengths)))):
-        choices = [
-            [s for s in problem.sizes if sum(problem.rows[s][i] for i in pack) <= problem.cap]
-            for pack in packs
-        ]
+        choices = [[s for s in problem.sizes if rows(pack, s) <= problem.cap] for pack in packs]
         for sizes in itertools.product(*choices):
             if sum(sizes) % problem.num_ranks:
                 continue
             times = [
-                problem.fixed[s] + sum(problem.times[s][i] for i in pack)
+                problem.fixed[s] + sum(problem.times[s][i] for i in pack) + tail(pack, s)
                 for s, pack in zip(sizes, packs, strict=True)
             ]
             for steps in partitions(list(range(len(packs)))):
@@ -97,24 +107,37 @@ def least_seconds(problem: Problem) -> float:
 def tiny_problems(draw: st.DrawFn) -> Problem:
     num_ranks = draw(st.integers(1, 6))
     cap = draw(st.sampled_from([2, 4, 6, 50, 512]))
-    most = longest_that_fits(cap, num_ranks)
+    buckets = [None, 2, cap // 2 if cap % 4 == 0 else 2]
+    padding = PackPadding(pad_to_length_bucket=draw(st.sampled_from(buckets)))
+    most = longest_that_fits(cap, num_ranks, padding=padding)
     lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=4))
     model = draw(st.sampled_from(sorted(COST_MODELS)))
-    return Problem(tuple(lengths), num_ranks, cap, cost_model=COST_MODELS[model])
+    problem = Problem(
+        tuple(lengths), num_ranks, cap, cost_model=COST_MODELS[model], padding=padding
+    )
+    pair = problem.rows[num_ranks][0] + problem.rows[num_ranks][-1]
+    if len(lengths) > 1 and pair <= problem.rooms[num_ranks] and draw(st.booleans()):
+        units = ((0, len(lengths) - 1), *((i,) for i in range(1, len(lengths) - 1)))
+        problem = dataclasses.replace(problem, units=units)
+    return problem
 
 
 @settings(max_examples=120, deadline=None)
 @given(tiny_problems())
 def test_the_bound_is_below_the_best_of_all_plans(problem: Problem) -> None:
     best = least_seconds(problem)
-    plan = plan_global_batch(
-        problem.lengths,
-        num_ranks=problem.num_ranks,
-        max_seqlen_per_dp_cp_rank=problem.cap,
-        cost_model=problem.cost_model,
-    )
+    steps = plan_balanced(problem)
     assert lower_bound(problem) <= best * EXACT
-    assert best <= plan.report.predicted_seconds * EXACT
+    assert best <= predicted_time(problem, steps) * EXACT
+    for seconds in (best, 1.01 * best, 1.3 * best, 10 * best):
+        assert raised_bound(problem, seconds) <= best * EXACT
+
+
+def test_the_bound_is_raised_where_one_long_sample_leads() -> None:
+    lengths = (22_031, *[700] * 150)
+    problem = Problem(lengths, 16, 4096, cost_model=COST_MODELS["experts"])
+    seconds = predicted_time(problem, plan_balanced(problem))
+    assert 1.01 * lower_bound(problem) < raised_bound(problem, seconds) <= seconds
 
 
 def test_balanced_finds_nearly_the_best_of_all_plans() -> None:

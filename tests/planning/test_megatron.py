@@ -56,6 +56,34 @@ def one_each(samples: list[tuple[int, int]], cap: int, num_ranks: int) -> list[l
     return [[[i] for i in ids[k : k + num_ranks]] for k in range(0, len(ids), num_ranks)]
 
 
+def test_samples_that_stay_together_are_refused(scheduler: Callable) -> None:
+    scheduler(one_each)
+    options = {"num_ranks": 2, "max_seqlen_per_dp_cp_rank": 16, "keep_together": [0, 0, 1]}
+    with pytest.raises(NotImplementedError, match="planner='megatron' with keep_together"):
+        plan_global_batch([3, 4, 5], **options, planner="megatron")
+    # The other planners do not ask it.
+    plan_global_batch([3, 4, 5], **options)
+
+
+def test_its_cap_leaves_room_for_packs_that_are_filled_up(scheduler: Callable) -> None:
+    seen = []
+
+    def answer(samples, cap, num_ranks):
+        seen.append(cap)
+        return one_each(samples, cap, num_ranks)
+
+    scheduler(answer)
+    plan = plan_global_batch(
+        [3, 4],
+        num_ranks=2,
+        max_seqlen_per_dp_cp_rank=15,
+        planner="megatron",
+        pad_to_length_bucket=6,
+    )
+    assert seen == [12]
+    assert [plan.rows(group) for group in plan.steps[0].groups] == [6, 6]
+
+
 def test_a_build_without_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, types.ModuleType(MODULE))
     assert not has_megatron_scheduler()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from lightning_dcp.alignment import PackPadding
 from lightning_dcp.planning import CostModel, Group, Plan, PlanError, Step
 
 FIRST = Step((Group(0, 2, (0,)), Group(2, 1, (1,)), Group(3, 1, (2, 3))))
@@ -142,6 +145,36 @@ def test_the_whole_pool_may_have_any_size() -> None:
 def test_a_broken_plan_is_named(steps: list[Step], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_of(*steps).validate()
+
+
+def test_samples_of_a_unit_in_two_groups_are_named() -> None:
+    whole = dataclasses.replace(plan_of(FIRST, WHOLE), keep_together=(0, 1, 2, 3, 4))
+    whole.validate()
+    groups = [group for group in FIRST.groups if len(group.sample_ids) == 1][:2]
+    first, second = (group.sample_ids[0] for group in groups)
+    units = list(range(5))
+    units[second] = units[first]
+    split = dataclasses.replace(whole, keep_together=tuple(units))
+    message = f"sample {second} is in unit {units[first]} with sample {first}, which is in step 0"
+    with pytest.raises(PlanError, match=message):
+        split.validate()
+
+
+def test_unit_ids_for_another_number_of_samples() -> None:
+    plan = dataclasses.replace(plan_of(FIRST, WHOLE), keep_together=(0, 1))
+    with pytest.raises(PlanError, match="2 unit ids for 5 samples"):
+        plan.validate()
+
+
+def test_packs_that_are_filled_up_beyond_the_cap_are_named() -> None:
+    padding = PackPadding(pad_to_length_bucket=64)
+    plan = dataclasses.replace(plan_of(FIRST, WHOLE), padding=padding)
+    with pytest.raises(PlanError, match="64 rows a rank after padding, over the cap"):
+        plan.validate()
+    padding = PackPadding(pad_to_length=2)
+    plan = dataclasses.replace(plan_of(FIRST, WHOLE), padding=padding)
+    with pytest.raises(PlanError, match=r"over pad_to_length=2; samples"):
+        plan.validate()
 
 
 def test_step_times_are_those_of_the_slowest_group() -> None:

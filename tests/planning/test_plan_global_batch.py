@@ -7,10 +7,24 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from planning_workloads import predictions, workloads
+from planning_workloads import (
+    padded_workloads,
+    predictions,
+    workloads,
+    workloads_of_units,
+)
 
 from lightning_dcp.alignment import longest_that_fits, rows_per_rank
-from lightning_dcp.planning import Group, Plan, PlanError, Problem, Step, plan_global_batch
+from lightning_dcp.planning import (
+    CostModel,
+    Group,
+    Plan,
+    PlanError,
+    Problem,
+    Step,
+    evaluate,
+    plan_global_batch,
+)
 
 DYNAMIC = ["balanced", "longest_sequence"]
 PLANNERS = [*DYNAMIC, "static"]
@@ -32,10 +46,32 @@ def broken_rules(plan: Plan) -> list[str]:
             if not group.sample_ids or list(group.sample_ids) != sorted(group.sample_ids):
                 broken.append("samples of a group")
             parts = plan.tp_size * (2 * group.size if group.size > 1 else 1)
-            padded = sum(math.ceil(plan.lengths[i] / parts) * parts for i in group.sample_ids)
-            if padded > plan.max_seqlen_per_dp_cp_rank * group.size:
+            each = math.lcm(parts, 16) if plan.padding.fp8 else parts
+            padded = sum(math.ceil(plan.lengths[i] / each) * each for i in group.sample_ids)
+            rows = padded_pack(plan, padded // group.size, parts // group.size)
+            if rows > plan.max_seqlen_per_dp_cp_rank:
                 broken.append("cap")
+            if rows != plan.rows(group):
+                broken.append("rows")
+    if plan.keep_together is not None:
+        homes = {
+            (plan.keep_together[i], k, group.first_rank)
+            for k, step in enumerate(plan.steps)
+            for group in step.groups
+            for i in group.sample_ids
+        }
+        if len(homes) != len(set(plan.keep_together)):
+            broken.append("units")
     return broken
+
+
+def padded_pack(plan: Plan, rows: int, align: int) -> int:
+    """Rows of a rank once the pack is filled up."""
+    padding = plan.padding
+    if padding.pad_to_length is not None:
+        return max(rows, padding.pad_to_length)
+    multiple = math.lcm(align * (128 if padding.fp8 else 1), padding.pad_to_length_bucket or 1)
+    return math.ceil(rows / multiple) * multiple
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -47,6 +83,44 @@ def test_every_plan_keeps_the_contract(planner: str, workload: dict, prediction:
     assert plan.validate() is None
     assert plan.lengths == tuple(workload["lengths"])
     assert plan.planner == planner
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=150, deadline=None)
+@given(workload=padded_workloads(), prediction=predictions())
+def test_the_cap_holds_after_packs_are_filled_up(
+    planner: str, workload: dict, prediction: dict
+) -> None:
+    plan = plan_global_batch(**workload, **prediction, planner=planner)
+    assert broken_rules(plan) == []
+    assert plan.quality <= 1 + 1e-9
+    again = evaluate(plan, prediction["cost_model"], execution=prediction["execution"])
+    assert again == plan.report
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=150, deadline=None)
+@given(workload=workloads_of_units(), prediction=predictions())
+def test_units_stay_in_one_micro_batch(planner: str, workload: dict, prediction: dict) -> None:
+    plan = plan_global_batch(**workload, **prediction, planner=planner)
+    assert broken_rules(plan) == []
+    assert plan.quality <= 1 + 1e-9
+    again = evaluate(plan, prediction["cost_model"], execution=prediction["execution"])
+    assert again == plan.report
+
+
+@settings(max_examples=100, deadline=None)
+@given(workload=padded_workloads() | workloads_of_units(), prediction=predictions())
+def test_balanced_is_never_worse_when_packs_are_filled_up_or_samples_joined(
+    workload: dict, prediction: dict
+) -> None:
+    seconds = {
+        planner: plan_global_batch(
+            **workload, **prediction, planner=planner
+        ).report.predicted_seconds
+        for planner in PLANNERS
+    }
+    assert seconds["balanced"] <= min(seconds.values())
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -193,6 +267,124 @@ def test_a_cap_that_holds_no_sequence(num_ranks: int, tp_size: int, least: int) 
 def test_a_cap_far_above_what_int64_holds_means_no_cap() -> None:
     plan = plan_global_batch([5, 3, 9, 1], num_ranks=2, max_seqlen_per_dp_cp_rank=10**30)
     assert len(plan.steps) == 1
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pad_to_length_bucket": 0}, "pad_to_length_bucket=0 must be 1 or more"),
+        ({"pad_to_length_bucket": -2}, "pad_to_length_bucket=-2 must be 1 or more"),
+        (
+            {"pad_to_length_bucket": 17},
+            "pad_to_length_bucket=17 is larger than max_seqlen_per_dp_cp_rank=16",
+        ),
+        (
+            {"pad_to_length_bucket": 9},
+            "pad_to_length_bucket=9 .* a multiple of 18, over max_seqlen_per_dp_cp_rank=16",
+        ),
+        ({"pad_to_length": 0}, "pad_to_length=0 must be 1 or more"),
+        ({"pad_to_length": 18}, "pad_to_length=18 is larger than max_seqlen_per_dp_cp_rank=16"),
+        ({"pad_to_length": 15}, "pad_to_length=15 is no multiple of 2, .*: use 14"),
+        ({"pad_to_length": 8, "pad_to_length_bucket": 4}, "leave one out"),
+        ({"fp8": True}, "fp8 .* a multiple of 256, over max_seqlen_per_dp_cp_rank=16"),
+        (
+            {"pad_to_length_bucket": 12, "lengths": [49]},
+            "at most 48 tokens fit .* and pad_to_length_bucket=12; raise",
+        ),
+        ({"pad_to_length": 12, "lengths": [49]}, "at most 48 tokens .* and pad_to_length=12"),
+    ],
+)
+def test_padding_that_cannot_work(planner: str, options: dict, message: str) -> None:
+    request = {"lengths": [5], "num_ranks": 4, "max_seqlen_per_dp_cp_rank": 16} | options
+    with pytest.raises(ValueError, match=message):
+        plan_global_batch(**request, planner=planner)
+
+
+@pytest.mark.parametrize("name", ["pad_to_length", "pad_to_length_bucket"])
+@pytest.mark.parametrize("value", [8.0, True, "8"])
+def test_lengths_to_pad_to_that_are_no_ints(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name}="):
+        plan_global_batch([5], num_ranks=2, max_seqlen_per_dp_cp_rank=16, **{name: value})
+
+
+def test_every_micro_batch_of_one_length_costs_its_linear_work() -> None:
+    options = {"num_ranks": 2, "max_seqlen_per_dp_cp_rank": 64, "pad_to_length": 64}
+    model = CostModel(seconds_per_row=1.0, seconds_per_pair=0.0, fixed_seconds=0.0)
+    plan = plan_global_batch([3, 5], **options, planner="static", cost_model=model)
+    assert plan.report.predicted_seconds == pytest.approx(64.0)
+    assert plan.report.padding_share == pytest.approx(1 - 8 / 128)
+    assert plan.report.idle_share == 0.0
+
+
+# Samples that stay together.
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_unit_that_does_not_fit_is_named(planner: str) -> None:
+    message = (
+        r"2 samples .*: 1 \(20 tokens\), 2 \(14 tokens\); they take 10 rows .* 4 DPxCP ranks .* "
+        r"at most 8 fit max_seqlen_per_dp_cp_rank=8"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_global_batch(
+            [4, 20, 14, 4],
+            num_ranks=4,
+            max_seqlen_per_dp_cp_rank=8,
+            planner=planner,
+            keep_together=[0, 7, 7, 1],
+        )
+
+
+def test_a_static_size_that_no_unit_fits() -> None:
+    with pytest.raises(ValueError, match=r"samples \[0, 2\], which keep_together joins, have"):
+        plan_global_batch(
+            [8, 4, 8],
+            num_ranks=4,
+            max_seqlen_per_dp_cp_rank=8,
+            planner="static",
+            context_parallel_size=1,
+            keep_together=[0, 1, 0],
+        )
+
+
+@pytest.mark.parametrize(
+    ("keep_together", "error", "message"),
+    [
+        ([0], ValueError, r"shape \(1,\) for 2 samples"),
+        ([[0, 1]], ValueError, r"shape \(1, 2\) for 2 samples"),
+        ([], ValueError, r"shape \(0,\) for 2 samples"),
+        ([0.0, 1.0], TypeError, "holds float64"),
+        ([True, False], TypeError, "holds bool"),
+        (["a", "b"], TypeError, "give an int for each sample"),
+    ],
+)
+def test_unit_ids_that_cannot_work(keep_together, error, message) -> None:
+    with pytest.raises(error, match=message):
+        plan_global_batch(
+            [3, 4], num_ranks=2, max_seqlen_per_dp_cp_rank=8, keep_together=keep_together
+        )
+
+
+def test_short_samples_of_a_unit_may_not_fit_a_larger_group() -> None:
+    # Ten single tokens are 10 rows on one rank, but 20 on each rank of a group.
+    options = {"num_ranks": 2, "keep_together": [0] * 10 + [1] * 10}
+    with pytest.raises(ValueError, match="they take 20 rows"):
+        plan_global_batch([1] * 20, **options, max_seqlen_per_dp_cp_rank=10)
+    plan = plan_global_batch([1] * 20, **options, max_seqlen_per_dp_cp_rank=20)
+    assert plan.cp_sizes() == {1: 2}
+
+
+def test_a_planner_of_the_users_own_sees_units_as_samples() -> None:
+    plan = plan_global_batch(
+        [9, 3, 2],
+        num_ranks=3,
+        max_seqlen_per_dp_cp_rank=8,
+        planner=one_after_the_other,
+        keep_together=[5, 6, 5],
+    )
+    groups = [group.sample_ids for step in plan.steps for group in step.groups]
+    assert groups == [(0, 2), (1,)]
 
 
 def test_an_unknown_planner_lists_the_names() -> None:

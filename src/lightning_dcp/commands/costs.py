@@ -7,7 +7,17 @@ from typing import Literal
 
 from lightning_dcp.calibration_file import Calibration, read_calibration
 from lightning_dcp.commands.models import ModelOptions
-from lightning_dcp.planning import CPU, H100, H200, LLAMA_8B, CostModel, DevicePreset, ModelSizes
+from lightning_dcp.planning import (
+    CPU,
+    H100,
+    H200,
+    LLAMA_8B,
+    CostModel,
+    DevicePreset,
+    Execution,
+    ModelSizes,
+    execution_of,
+)
 from lightning_dcp.planning.problem import check_positive_int
 
 GIB = 2**30
@@ -38,6 +48,14 @@ class CostOptions(ModelOptions):
             check_positive_int(name, getattr(self, name))
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise ValueError(f"memory_gib={self.memory_gib} must be above 0")
+
+    @property
+    def execution(self) -> Execution:
+        """Who waits for whom with these parallel sizes."""
+        return execution_of(
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+        )
 
     @property
     def preset(self) -> DevicePreset:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.alignment import TIGHT, PackPadding
 from lightning_dcp.commands.costs import GIB
 from lightning_dcp.planning import CostModel, Execution, Plan, PlanError, plan_global_batch
 
@@ -27,6 +28,7 @@ class Setting:
         context_parallel_size: Of the planner ``static``, else None.
         cost_model: Predicts times.
         execution: Who waits for whom.
+        padding: How packs are padded.
     """
 
     planner: str
@@ -36,6 +38,7 @@ class Setting:
     context_parallel_size: int | None
     cost_model: CostModel
     execution: Execution
+    padding: PackPadding = TIGHT
 
     def plan(self, lengths: NDArray[np.int64]) -> Plan:
         """Plans a global batch; lengths in tokens, ``[num_samples]``."""
@@ -48,6 +51,8 @@ class Setting:
             context_parallel_size=self.context_parallel_size,
             cost_model=self.cost_model,
             execution=self.execution,
+            pad_to_length=self.padding.pad_to_length,
+            pad_to_length_bucket=self.padding.pad_to_length_bucket,
         )
 
     @property

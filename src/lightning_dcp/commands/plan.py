@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_dcp.alignment import longest_that_fits
+from lightning_dcp.alignment import PackPadding, longest_that_fits
 from lightning_dcp.commands.costs import GIB, CostOptions, Costs
 from lightning_dcp.commands.figures import LEGEND, Figures, Setting, table
 from lightning_dcp.commands.files import write_whole
@@ -42,15 +42,28 @@ class PoolOptions:
     """Tensor-parallel size."""
     context_parallel_size: int | None = None
     """CP size of the static run to compare with; none for the smallest that holds every sample."""
-    execution: Execution = "lockstep"
+    pad_to_length: int | None = None
+    """Rows of a rank that every micro-batch is padded to."""
+    pad_to_length_bucket: int | None = None
+    """Number that the rows of a micro-batch are rounded up to a multiple of."""
+    execution: Execution | None = None
     """lockstep: a step lasts as long as its slowest rank, as under pipeline and expert parallelism;
-    free_running: only the members of a group wait for each other."""
+    free_running: only the members of a group wait for each other; none for what the engine plans
+    for: free_running, or lockstep with a pipeline- or expert-parallel size above 1."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_seqlen_per_dp_cp_rank", "tp_size"):
             check_positive_int(name, getattr(self, name))
         if self.context_parallel_size is not None:
             check_positive_int("context_parallel_size", self.context_parallel_size)
+        self.padding.check_cap(self.max_seqlen_per_dp_cp_rank, self.num_ranks, self.tp_size)
+
+    @property
+    def padding(self) -> PackPadding:
+        """How packs are padded."""
+        return PackPadding(
+            pad_to_length=self.pad_to_length, pad_to_length_bucket=self.pad_to_length_bucket
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +107,7 @@ def main(args: Sequence[str]) -> None:
     costs = Costs.read(cost)
     cap = pool.max_seqlen_per_dp_cp_rank
     costs.check_cap(cap, pool.tp_size, pool.num_ranks)
-    longest = longest_that_fits(cap, pool.num_ranks, pool.tp_size)
+    longest = longest_that_fits(cap, pool.num_ranks, pool.tp_size, pool.padding)
     batches = read_batches(lengths, longest=longest)
     figures = compare_planners(pool, batches, costs)
     print(_report(pool, batches, costs, figures))
@@ -107,7 +120,8 @@ def main(args: Sequence[str]) -> None:
             tp_size=pool.tp_size,
             tp_sizes=output.suggest_tp_sizes or [pool.tp_size],
             cap=cap,
-            execution=pool.execution,
+            execution=_execution(pool, costs),
+            padding=pool.padding,
         )
         print(f"\n{suggestion.text()}")
     if output.plot is not None:
@@ -134,6 +148,7 @@ def compare_planners(pool: PoolOptions, batches: Batches, costs: Costs) -> list[
             num_ranks=pool.num_ranks,
             cap=pool.max_seqlen_per_dp_cp_rank,
             tp_size=pool.tp_size,
+            padding=pool.padding,
         )
     )
     planners = ["static", "longest_sequence", "balanced"]
@@ -148,7 +163,8 @@ def compare_planners(pool: PoolOptions, batches: Batches, costs: Costs) -> list[
                 tp_size=pool.tp_size,
                 context_parallel_size=static_size if planner == "static" else None,
                 cost_model=costs.cost_model(pool.tp_size),
-                execution=pool.execution,
+                execution=_execution(pool, costs),
+                padding=pool.padding,
             )
         )
         for planner in planners
@@ -158,6 +174,10 @@ def compare_planners(pool: PoolOptions, batches: Batches, costs: Costs) -> list[
         for one in figures:
             one.add(batches[index])
     return figures
+
+
+def _execution(pool: PoolOptions, costs: Costs) -> Execution:
+    return pool.execution or costs.options.execution
 
 
 def _report(pool: PoolOptions, batches: Batches, costs: Costs, figures: Sequence[Figures]) -> str:
@@ -170,8 +190,11 @@ def _report(pool: PoolOptions, batches: Batches, costs: Costs, figures: Sequence
     )
     of_pool = (
         f"pool: {pool.num_ranks} DPxCP ranks, max_seqlen_per_dp_cp_rank="
-        f"{pool.max_seqlen_per_dp_cp_rank}{tp}, {pool.execution}"
+        f"{pool.max_seqlen_per_dp_cp_rank}{tp}, {_execution(pool, costs)}"
     )
+    if not pool.padding.is_tight:
+        of_pool += f", rows padded to {pool.pad_to_length or pool.pad_to_length_bucket}"
+        of_pool += "" if pool.pad_to_length else " or a multiple"
     notes = [f"note: {note}" for note in costs.notes(pool.num_ranks)]
     model = f"model: {costs.describe()}"
     memory = (
@@ -202,7 +225,9 @@ def _values(
         "num_ranks": pool.num_ranks,
         "max_seqlen_per_dp_cp_rank": pool.max_seqlen_per_dp_cp_rank,
         "tp_size": pool.tp_size,
-        "execution": pool.execution,
+        "pad_to_length": pool.pad_to_length,
+        "pad_to_length_bucket": pool.pad_to_length_bucket,
+        "execution": _execution(pool, costs),
         "model": costs.model.fingerprint,
         "num_batches": len(batches),
         "global_batch_size": batches.global_batch_size,

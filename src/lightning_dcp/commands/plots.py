@@ -158,7 +158,7 @@ def _draw_plan(
 
     ready = np.zeros(plan.num_ranks)
     patches, faces = [], []
-    for step, times in zip(plan.steps, _group_times(plan, cost_model), strict=True):
+    for step, times in zip(plan.steps, cost_model.group_times(plan), strict=True):
         if execution == "lockstep":
             ready[:] = ready.max()
         for group, seconds in zip(step.groups, times, strict=True):
@@ -181,19 +181,6 @@ def _draw_plan(
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
     return end
-
-
-def _group_times(plan: Plan, cost_model: CostModel) -> list[list[float]]:
-    lengths = np.asarray(plan.lengths, dtype=np.int64)
-    times = {s: cost_model.sample_times(lengths, s, plan.tp_size) for s in plan.cp_sizes()}
-    return [
-        [
-            cost_model.fixed_time(group.size)
-            + float(times[group.size][list(group.sample_ids)].sum())
-            for group in step.groups
-        ]
-        for step in plan.steps
-    ]
 
 
 def _legend(figure: Figure, sizes: Sequence[int], colors: dict[int, Any]) -> None:

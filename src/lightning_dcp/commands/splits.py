@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_dcp.alignment import rows_per_rank
+from lightning_dcp.alignment import TIGHT, PackPadding, longest_that_fits
 from lightning_dcp.planning.problem import cp_sizes_of_pool
 
 
-def holding_sizes(longest: int, *, num_ranks: int, cap: int, tp_size: int) -> list[int]:
+def holding_sizes(
+    longest: int, *, num_ranks: int, cap: int, tp_size: int, padding: PackPadding = TIGHT
+) -> list[int]:
     """CP sizes of a static run on which the longest sample keeps the cap, ascending.
 
     Args:
@@ -14,9 +16,10 @@ def holding_sizes(longest: int, *, num_ranks: int, cap: int, tp_size: int) -> li
         num_ranks: Ranks of the DPxCP pool, which the sizes divide.
         cap: The most rows of a rank.
         tp_size: Tensor-parallel size.
+        padding: How packs are padded.
     """
     return [
         size
         for size in cp_sizes_of_pool(num_ranks)
-        if num_ranks % size == 0 and rows_per_rank(longest, size, tp_size) <= cap
+        if num_ranks % size == 0 and longest <= longest_that_fits(cap, size, tp_size, padding)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_dcp.alignment import rows_per_rank
+from lightning_dcp.alignment import TIGHT, PackPadding, rows_per_rank
 from lightning_dcp.commands.costs import GIB, Costs
 from lightning_dcp.commands.figures import Figures, Setting, aligned
 from lightning_dcp.commands.lengths import Batches
@@ -127,6 +127,7 @@ def suggest(
     tp_sizes: Sequence[int],
     cap: int,
     execution: Execution,
+    padding: PackPadding = TIGHT,
 ) -> Suggestion:
     """Tries splits, tensor-parallel sizes and caps on as many devices, and recommends one.
 
@@ -138,15 +139,21 @@ def suggest(
         tp_sizes: Those to try.
         cap: The user's own cap, which is tried as well.
         execution: Who waits for whom.
+        padding: How packs are padded, to a bucket if at all.
 
     Raises:
-        ValueError: No candidate fits the memory.
+        ValueError: No candidate fits the memory, or packs are padded to one length.
     """
+    if padding.pad_to_length is not None:
+        raise ValueError(
+            f"--suggest tries other caps, which pad_to_length={padding.pad_to_length} fixes: leave "
+            "one out, or use pad_to_length_bucket"
+        )
     devices = num_ranks * tp_size
     settings = [
         setting
         for size in dict.fromkeys(tp_sizes)
-        for setting in _settings(costs, batches, devices, size, cap, execution)
+        for setting in _settings(costs, batches, devices, size, cap, execution, padding)
     ]
     if not settings:
         raise ValueError(_nothing_fits(costs, batches, devices, tp_sizes))
@@ -162,15 +169,23 @@ def suggest(
 
 
 def _settings(
-    costs: Costs, batches: Batches, devices: int, tp_size: int, cap: int, execution: Execution
+    costs: Costs,
+    batches: Batches,
+    devices: int,
+    tp_size: int,
+    cap: int,
+    execution: Execution,
+    padding: PackPadding,
 ) -> Iterator[Setting]:
     """What to try with one tensor-parallel size; nothing where it cannot work."""
     if any(n % tp_size for n in (devices, costs.model.num_attention_heads)):
         return
     num_ranks, longest = devices // tp_size, int(batches.lengths.max())
     cost_model = costs.cost_model(tp_size)
-    for tried in _caps(costs, batches, num_ranks, tp_size, cap):
-        sizes = holding_sizes(longest, num_ranks=num_ranks, cap=tried, tp_size=tp_size)
+    for tried in _caps(costs, batches, num_ranks, tp_size, cap, padding):
+        sizes = holding_sizes(
+            longest, num_ranks=num_ranks, cap=tried, tp_size=tp_size, padding=padding
+        )
         for size in (None, *sizes):
             yield Setting(
                 planner="balanced" if size is None else "static",
@@ -180,14 +195,18 @@ def _settings(
                 context_parallel_size=size,
                 cost_model=cost_model,
                 execution=execution,
+                padding=padding,
             )
 
 
-def _caps(costs: Costs, batches: Batches, num_ranks: int, tp_size: int, cap: int) -> list[int]:
+def _caps(
+    costs: Costs, batches: Batches, num_ranks: int, tp_size: int, cap: int, padding: PackPadding
+) -> list[int]:
     """Powers of two that hold the longest sample and fit the memory, and the user's own cap."""
     free = costs.memory_bytes - costs.state_bytes(tp_size, num_ranks)
     most = costs.cost_model(tp_size).rows_that_fit(max(0.0, free))
     least = rows_per_rank(int(batches.lengths.max()), num_ranks, tp_size)
+    least = padding.pack_rows(least, num_ranks, tp_size)
     # More rows than a whole batch gives each rank change nothing.
     enough = max(least, -(-int(batches[0].sum()) // num_ranks))
     powers = [1 << k for k in range(least.bit_length() - 1, enough.bit_length() + 1)]

@@ -11,9 +11,13 @@ import torch.distributed as dist
 
 
 def agree_on_lengths(
-    lengths: np.ndarray | None, error: Exception | None, group: dist.ProcessGroup
+    lengths: np.ndarray | None,
+    error: Exception | None,
+    group: dist.ProcessGroup,
+    *,
+    units: np.ndarray | None = None,
 ) -> None:
-    """Compares a checksum of the lengths over ``group``; a collective.
+    """Compares a checksum of what a plan is made from over ``group``; a collective.
 
     A rank that refused its batch takes part as well, so that nobody waits for it.
 
@@ -21,6 +25,7 @@ def agree_on_lengths(
         lengths: ``[num_samples]`` of this rank's global batch; None where it was refused.
         error: Why this rank refused its batch, or None.
         group: A gloo group of all ranks.
+        units: ``[num_samples]``: samples with equal ids stay together; None where all are free.
 
     Raises:
         Exception: ``error`` itself, on the rank that had it.
@@ -31,7 +36,10 @@ def agree_on_lengths(
         mine[0, 0] = 1
     else:
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
-        mine[0, 1:] = torch.tensor([len(lengths), lengths.sum(), zlib.crc32(lengths.tobytes())])
+        checksum = zlib.crc32(lengths.tobytes())
+        if units is not None:
+            checksum = zlib.crc32(np.ascontiguousarray(units, dtype=np.int64).tobytes(), checksum)
+        mine[0, 1:] = torch.tensor([len(lengths), lengths.sum(), checksum])
     table = torch.zeros(dist.get_world_size(group), 4, dtype=torch.int64)
     dist.all_gather_single(table, mine, group=group)
     if bool(table[:, 0].any()):
@@ -79,7 +87,7 @@ def agree_on_file(
 
 def _describe(row: torch.Tensor) -> str:
     _, samples, tokens, checksum = row.tolist()
-    return f"{samples} samples of {tokens} tokens (checksum of lengths {checksum:08x})"
+    return f"{samples} samples of {tokens} tokens (checksum of lengths and units {checksum:08x})"
 
 
 def _raise_refusals(error: Exception | None, group: dist.ProcessGroup) -> None:

@@ -1,8 +1,9 @@
 """Plans made while the previous step runs.
 
 A loader that is asked for a batch one step ahead (Lightning's does) hands its lengths to a thread
-before it hands the batch out. The plan is found again by the lengths, so that it does not matter
-what happens to the batch in between; a batch whose lengths were changed is planned when it arrives.
+before it hands the batch out. The plan is found again by what it was made from, the lengths and
+the units of samples that stay together, so that it does not matter what happens to the batch in
+between; a batch whose lengths were changed is planned when it arrives.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_dcp.packing import read_jagged
 from lightning_dcp.planning import Plan
 
-PlanFunction = Callable[[NDArray[np.int64]], Plan]
+UnitIds = NDArray[np.int64] | None
+"""``[num_samples]``: samples with equal ids stay together; None leaves all of them free."""
+
+PlanFunction = Callable[[NDArray[np.int64], UnitIds], Plan]
 
 _MOST_KEPT = 16
 """Plans that nobody asked for, as after a break of the loop, are dropped beyond this many."""
@@ -29,7 +35,7 @@ class PlanAhead:
     """Makes plans in a thread of its own.
 
     Args:
-        plan: Makes a plan of lengths; the same lengths give the same plan.
+        plan: Makes a plan of lengths and units; the same ones give the same plan.
     """
 
     def __init__(self, plan: PlanFunction) -> None:
@@ -37,27 +43,37 @@ class PlanAhead:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan-ahead")
         self._plans: OrderedDict[bytes, Future[Plan]] = OrderedDict()
 
-    def submit(self, batch: Any) -> None:
-        """Starts to plan a batch that will be asked for soon; what is no batch is left alone."""
+    def submit(self, batch: Any, *, keep_together: str | None = None) -> None:
+        """Starts to plan a batch that will be asked for soon; what is no batch is left alone.
+
+        Args:
+            batch: As the step will get it.
+            keep_together: The key of its unit ids, if samples must stay together.
+        """
         try:
             lengths = read_jagged(batch["input_ids"]).lengths
+            units = None if keep_together is None else read_units(batch[keep_together])
         except (TypeError, KeyError, IndexError):
             return  # Refused with a reason when the step gets it.
-        key = _key(lengths)
+        key = _key(lengths, units)
         if key not in self._plans:
-            self._plans[key] = self._thread.submit(self._plan, lengths)
+            self._plans[key] = self._thread.submit(self._plan, lengths, units)
         while len(self._plans) > _MOST_KEPT:
             self._plans.popitem(last=False)[1].cancel()
 
-    def get(self, lengths: NDArray[np.int64]) -> tuple[Plan, float]:
+    def get(self, lengths: NDArray[np.int64], units: UnitIds = None) -> tuple[Plan, float]:
         """The plan of ``lengths``, and the seconds that the caller had to wait for it.
+
+        Args:
+            lengths: Tokens of each sample.
+            units: Which samples stay together.
 
         Raises:
             Exception: What the plan function raises.
         """
         start = time.perf_counter()
-        future = self._plans.pop(_key(lengths), None)
-        plan = self._plan(lengths) if future is None else future.result()
+        future = self._plans.pop(_key(lengths, units), None)
+        plan = self._plan(lengths, units) if future is None else future.result()
         return plan, time.perf_counter() - start
 
     def close(self) -> None:
@@ -74,15 +90,23 @@ class PlanningLoader:
     Args:
         loader: Gives global batches.
         ahead: Where to plan them.
+        keep_together: The key of their unit ids, if samples must stay together.
     """
 
-    def __init__(self, loader: Iterable[Mapping[str, Any]], ahead: PlanAhead) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Mapping[str, Any]],
+        ahead: PlanAhead,
+        *,
+        keep_together: str | None = None,
+    ) -> None:
         self._loader = loader
         self._ahead = ahead
+        self._keep_together = keep_together
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for batch in self._loader:
-            self._ahead.submit(batch)
+            self._ahead.submit(batch, keep_together=self._keep_together)
             yield batch
 
     def __len__(self) -> int:
@@ -94,5 +118,25 @@ class PlanningLoader:
         return getattr(self._loader, name)
 
 
-def _key(lengths: NDArray[np.int64]) -> bytes:
-    return np.ascontiguousarray(lengths, np.int64).tobytes()
+def read_units(value: Any) -> NDArray[np.int64]:
+    """The unit ids of a batch, ``[num_samples]``.
+
+    Raises:
+        TypeError: Not a dense tensor of one int a sample on the host.
+    """
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.dim() != 1:
+        found = (
+            f"a tensor of shape {tuple(value.shape)} and layout {value.layout}"
+            if isinstance(value, Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise TypeError(f"keep_together needs a dense tensor [num_samples], found {found}.")
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"keep_together needs a tensor of ints, found {value.dtype}.")
+    return value.cpu().numpy().astype(np.int64)
+
+
+def _key(lengths: NDArray[np.int64], units: UnitIds) -> bytes:
+    parts = [lengths] if units is None else [lengths, units]
+    # Units are as many as samples, or the plan refuses them: no two requests have one key.
+    return b"|".join(np.ascontiguousarray(part, np.int64).tobytes() for part in parts)

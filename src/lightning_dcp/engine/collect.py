@@ -123,7 +123,10 @@ def _layouts(plan: Plan, tp_size: int) -> list[list[PackLayout]]:
     return [
         [
             PackLayout.of(
-                lengths[list(group.sample_ids)].tolist(), cp_size=group.size, tp_size=tp_size
+                lengths[list(group.sample_ids)].tolist(),
+                cp_size=group.size,
+                tp_size=tp_size,
+                padding=plan.padding,
             )
             for group in step.groups
         ]

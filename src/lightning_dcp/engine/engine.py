@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dcp.alignment import rows_per_rank
 from lightning_dcp.engine.agreement import agree_on_lengths
-from lightning_dcp.engine.ahead import PlanAhead
+from lightning_dcp.engine.ahead import PlanAhead, UnitIds, read_units
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.engine.pipeline import run_pipeline
 from lightning_dcp.engine.router_losses import collect_router_losses
@@ -31,7 +31,14 @@ from lightning_dcp.packing import (
     read_global_batch,
 )
 from lightning_dcp.parallel import BatchTotals, ParallelContext, bind_micro_batch
-from lightning_dcp.planning import CostModel, Plan, Step, plan_global_batch
+from lightning_dcp.planning import (
+    CostModel,
+    Execution,
+    Plan,
+    Step,
+    execution_of,
+    plan_global_batch,
+)
 
 MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are.
@@ -51,12 +58,19 @@ class PlanSettings:
         planner: Name of a planner.
         context_parallel_size: CP size of the ``static`` planner.
         cost_model: Predicts the time of micro-batches; planning's default if None.
+        execution: Who waits for whom; None for what the parallel sizes imply: lockstep under
+            pipeline or expert parallelism, else free-running.
+        pad_to_length: Rows of a rank that every micro-batch is padded to.
+        pad_to_length_bucket: Number that the rows of a micro-batch are rounded up to a multiple of.
     """
 
     max_seqlen_per_dp_cp_rank: int
     planner: str = "balanced"
     context_parallel_size: int | None = None
     cost_model: CostModel | None = None
+    execution: Execution | None = None
+    pad_to_length: int | None = None
+    pad_to_length_bucket: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,7 @@ class DynamicCPEngine:
         vocab_size: int | None = None,
         target_extras: Iterable[str] = (),
         check: Callable[[GlobalBatch], None] | None = None,
+        keep_together: str | None = None,
         routes: RouteShape | None = None,
     ) -> PlannedBatch:
         """Checks a global batch, compares it over all ranks and plans it; a collective.
@@ -135,40 +150,53 @@ class DynamicCPEngine:
             target_extras: Further keys that micro-batches get by target as well, as
                 ``MicroBatch.target_extras``.
             check: Raises a ValueError or TypeError for a batch that the loss cannot use.
+            keep_together: Key of a dense tensor ``[num_samples]`` of ints: samples with equal ones
+                go into the same micro-batch.
             routes: What the model's routes look like; None if it replays none. A batch's
                 ``routed_experts`` are then replayed; each sample may lack its last token's.
 
         Raises:
-            TypeError: As ``read_global_batch``, ``check`` and ``check_routes``.
+            TypeError: As ``read_global_batch``, ``check`` and ``check_routes``, or there is no such
+                tensor ``keep_together``.
             ValueError: As these and ``plan_global_batch``, or the ranks hold different batches.
                 What is wrong on one rank is an error on every rank.
         """
         prepared: PlannedBatch | None = None
+        units: UnitIds = None
         error: Exception | None = None
         try:
             read = read_global_batch(batch, vocab_size=vocab_size, may_lack_last=(ROUTES,))
             if check is not None:
                 check(read)
             check_routes(read, routes, part=(dist.get_rank(), dist.get_world_size()))
-            prepared = PlannedBatch(
-                read, *self.ahead.get(read.lengths), tuple(target_extras), routes
-            )
+            units = _units_of(read, keep_together)
+            plan, wait = self.ahead.get(read.lengths, units)
+            prepared = PlannedBatch(read, plan, wait, tuple(target_extras), routes)
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
-        agree_on_lengths(lengths, error, self.context.host_group)
+        agree_on_lengths(lengths, error, self.context.host_group, units=units)
         assert prepared is not None
         return prepared
 
-    def _plan(self, lengths: NDArray[np.int64]) -> Plan:
+    def _plan(self, lengths: NDArray[np.int64], units: UnitIds = None) -> Plan:
+        sizes = self.context.sizes
+        execution = self.settings.execution or execution_of(
+            pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+            expert_model_parallel_size=sizes.expert_model_parallel_size,
+        )
         return plan_global_batch(
             lengths,
-            num_ranks=self.context.sizes.dp_cp_size,
+            num_ranks=sizes.dp_cp_size,
             max_seqlen_per_dp_cp_rank=self.settings.max_seqlen_per_dp_cp_rank,
             planner=self.settings.planner,
-            tp_size=self.context.sizes.tensor_model_parallel_size,
+            tp_size=sizes.tensor_model_parallel_size,
             context_parallel_size=self._static_size(),
             cost_model=self.settings.cost_model,
+            execution=execution,
+            pad_to_length=self.settings.pad_to_length,
+            pad_to_length_bucket=self.settings.pad_to_length_bucket,
+            keep_together=units,
         )
 
     def _static_size(self) -> int | None:
@@ -200,6 +228,7 @@ class DynamicCPEngine:
                 cp_rank=rank - group.first_rank,
                 tp_size=self.context.sizes.tensor_model_parallel_size,
                 target_extras=planned.target_extras,
+                padding=planned.plan.padding,
             )
             if is_filler:
                 _empty(micro_batch)
@@ -232,13 +261,14 @@ class DynamicCPEngine:
     def _most_rows(self, plan: Plan, step: Step) -> int:
         """The most rows that any rank has in a step."""
         tp_size = self.context.sizes.tensor_model_parallel_size
-        return max(
-            sum(
-                rows_per_rank(plan.lengths[sample], group.size, tp_size)
-                for sample in group.sample_ids
+        rows = []
+        for group in step.groups:
+            lengths = [plan.lengths[sample] for sample in group.sample_ids]
+            of_sequences = sum(
+                rows_per_rank(length, group.size, tp_size, plan.padding) for length in lengths
             )
-            for group in step.groups
-        )
+            rows.append(plan.padding.pack_rows(of_sequences, group.size, tp_size))
+        return max(rows)
 
     def train_step(
         self,
@@ -439,6 +469,17 @@ def _loss_of(micro_batch_step: MicroBatchStep, micro_batch: MicroBatch) -> tuple
         never = torch.zeros((), dtype=torch.bool, device=loss_sum.device)
         return torch.where(never, loss_sum, 0), torch.zeros_like(num_tokens)
     return loss_sum, num_tokens
+
+
+def _units_of(batch: GlobalBatch, keep_together: str | None) -> UnitIds:
+    if keep_together is None:
+        return None
+    if keep_together not in batch.extras:
+        raise ValueError(
+            f"keep_together={keep_together!r}: the batch has no such key; its further keys are "
+            f"{sorted(batch.extras)}."
+        )
+    return read_units(batch.extras[keep_together])
 
 
 def _zero_gradients(ddp: DistributedDataParallel) -> None:

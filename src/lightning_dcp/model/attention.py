@@ -3,12 +3,13 @@
 It serves the CPU, and it is what TransformerEngine's attention is to be compared with. Keys and
 values of the group are gathered once a layer (the backward pass scatters their gradients with one
 reduction), and every chunk of a rank's zigzag attends to the tokens before it in its own sequence:
-padding lies at a sequence's end, so causality alone keeps it away from tokens.
+padding lies at a sequence's end, so causality alone keeps it away from tokens. Padding itself
+attends to nothing: a pack may end in many rows of it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,32 +120,49 @@ def attend_packed(
         scale: Of the scores; ``1 / sqrt(width)`` by default.
 
     Returns:
-        ``[rows, heads, width]``.
+        ``[rows, heads, width]``; zeros at padding, but for the first rows of a chunk of it.
     """
     outputs = []
-    for first_row, num_rows, first_token, num_tokens in _chunks(layout):
-        outputs.append(
-            _attend(
-                query[first_row : first_row + num_rows],
-                key[first_token : first_token + num_tokens],
-                value[first_token : first_token + num_tokens],
-                scale,
-            )
+    for chunk in _chunks(layout):
+        output = _attend(
+            query[chunk.first_row : chunk.first_row + chunk.attending],
+            key[chunk.first_token : chunk.first_token + chunk.num_tokens],
+            value[chunk.first_token : chunk.first_token + chunk.num_tokens],
+            scale,
         )
+        if chunk.attending < chunk.num_rows:
+            output = F.pad(output, (0, 0, 0, 0, 0, chunk.num_rows - chunk.attending))
+        outputs.append(output)
     return torch.cat(outputs)
 
 
-def _chunks(layout: PackLayout) -> list[tuple[int, int, int, int]]:
-    """For each chunk of this rank: its rows (first, number) and the tokens up to its end."""
+class _Chunk(NamedTuple):
+    """Consecutive rows of one sequence: the first of them attend, the others are padding."""
+
+    first_row: int
+    num_rows: int
+    attending: int
+    first_token: int
+    num_tokens: int
+
+
+def _chunks(layout: PackLayout) -> list[_Chunk]:
+    """The chunks of this rank, with the tokens of their sequences up to the last attending row."""
     chunks = []
+    cp_size, cp_rank = layout.cp_size, layout.cp_rank
+    indices = (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
     tokens, rows = layout.cu_seqlens_padded.tolist(), layout.row_starts.tolist()
     for index, padded in enumerate(layout.padded_lengths.tolist()):
-        if layout.cp_size == 1:
-            chunks.append((rows[index], padded, tokens[index], padded))
-            continue
-        size = padded // (2 * layout.cp_size)
-        for half, chunk in enumerate((layout.cp_rank, 2 * layout.cp_size - 1 - layout.cp_rank)):
-            chunks.append((rows[index] + half * size, size, tokens[index], (chunk + 1) * size))
+        size = padded if cp_size == 1 else padded // (2 * cp_size)
+        for half, chunk in enumerate(indices):
+            before = chunk * size
+            # One at least: all ranks of the group meet in the backward pass of the keys.
+            attending = min(max(layout.lengths[index] - before, 1), size)
+            chunks.append(
+                _Chunk(
+                    rows[index] + half * size, size, attending, tokens[index], before + attending
+                )
+            )
     return chunks
 
 

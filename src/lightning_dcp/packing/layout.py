@@ -3,6 +3,9 @@
 The layout is the per-sequence zigzag of context parallelism (Megatron-Core and TransformerEngine,
 THD format): each padded sequence is cut in ``2 * cp_size`` chunks of ``c`` rows, and rank ``r``
 holds chunks ``r`` and ``2 * cp_size - 1 - r`` of every sequence, in this order.
+
+Rows that fill up a pack to a length or bucket lengthen the padding of its last sequence: nothing
+that works on sequences, such as attention, rope or a roll of labels, sees anything new.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.alignment import row_alignment
+from lightning_dcp.alignment import TIGHT, PackPadding, row_alignment
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class PackLayout:
         cp_size: Ranks of the CP group.
         cp_rank: This rank's index in the group.
         tp_size: Tensor-parallel size, which the padding respects.
+        padding: How the pack is filled up.
     """
 
     lengths: tuple[int, ...]
     cp_size: int = 1
     cp_rank: int = 0
     tp_size: int = 1
+    padding: PackPadding = TIGHT
 
     @classmethod
     def of(
@@ -41,11 +46,13 @@ class PackLayout:
         cp_size: int = 1,
         cp_rank: int = 0,
         tp_size: int = 1,
+        padding: PackPadding = TIGHT,
     ) -> PackLayout:
         """A layout of checked values.
 
         Raises:
-            ValueError: No sequence, a length or size below 1, or a rank outside the group.
+            ValueError: No sequence, a length or size below 1, a rank outside the group, or a
+                ``pad_to_length`` that the sequences pass or the group cannot cut.
         """
         array = np.array(lengths, np.int64)
         if not len(array):
@@ -57,8 +64,14 @@ class PackLayout:
             raise ValueError(f"tp_size must be at least 1, found {tp_size}.")
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, found {cp_rank}.")
-        layout = cls(tuple(array.tolist()), cp_size, cp_rank, tp_size)
+        layout = cls(tuple(array.tolist()), cp_size, cp_rank, tp_size, padding)
         layout.__dict__["_lengths"] = array
+        rows, align = layout.num_rows, row_alignment(cp_size, tp_size) // cp_size
+        if rows % align:
+            raise ValueError(
+                f"pad_to_length={rows} is no multiple of {align}, as cp_size={cp_size} and "
+                f"tp_size={tp_size} need."
+            )
         return layout
 
     @cached_property
@@ -68,8 +81,15 @@ class PackLayout:
     @cached_property
     def padded_lengths(self) -> NDArray[np.int64]:
         """``[num_sequences]`` int64: tokens after padding, over the whole group."""
-        align = row_alignment(self.cp_size, self.tp_size)
-        return self._lengths if align == 1 else -(-self._lengths // align) * align
+        align = self.padding.sequence_alignment(self.cp_size, self.tp_size)
+        if align == 1 and self.padding.is_tight:
+            return self._lengths
+        padded = -(-self._lengths // align) * align
+        if not self.padding.is_tight:
+            rows = int(padded.sum()) // self.cp_size
+            filled = self.padding.pack_rows(rows, self.cp_size, self.tp_size)
+            padded[-1] += (filled - rows) * self.cp_size
+        return padded
 
     @cached_property
     def cu_seqlens(self) -> NDArray[np.int32]:

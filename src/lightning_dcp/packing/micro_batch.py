@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dcp.alignment import TIGHT, PackPadding
 from lightning_dcp.packing.batch import IGNORE_INDEX, GlobalBatch
 from lightning_dcp.packing.jagged import Jagged
 from lightning_dcp.packing.layout import PackLayout
@@ -101,6 +102,7 @@ def pack_micro_batch(
     cp_rank: int = 0,
     tp_size: int = 1,
     target_extras: Iterable[str] = (),
+    padding: PackPadding = TIGHT,
 ) -> MicroBatch:
     """Packs samples of a global batch and cuts out the rows of one CP rank.
 
@@ -114,19 +116,27 @@ def pack_micro_batch(
         cp_rank: This rank's index in the group.
         tp_size: Tensor-parallel size, which the padding respects.
         target_extras: Keys of ``batch.extras`` that are wanted for each row's target too.
+        padding: How the pack is filled up beyond its sequences, with padding at its end.
 
     Returns:
         The micro-batch, on the device of the batch.
 
     Raises:
-        ValueError: No sample, a sample that the batch lacks, or a rank outside the group.
+        ValueError: No sample, a sample that the batch lacks, a rank outside the group, or a pack
+            that ``padding`` cannot hold.
     """
     ids = np.asarray(sample_ids, np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(batch):
         raise ValueError(
             f"sample_ids must be in 0..{len(batch) - 1}, found {ids.min()} to {ids.max()}."
         )
-    layout = PackLayout.of(batch.lengths[ids], cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size)
+    layout = PackLayout.of(
+        batch.lengths[ids],
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+        tp_size=tp_size,
+        padding=padding,
+    )
     pick = _RowPicker(layout, ids)
     labels, loss_mask = pick.targets(batch)
     device = labels.device

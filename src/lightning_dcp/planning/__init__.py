@@ -17,7 +17,7 @@ from lightning_dcp.planning.megatron import has_megatron_scheduler
 from lightning_dcp.planning.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
 from lightning_dcp.planning.packs import Pack, complete, lay_out
 from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
-from lightning_dcp.planning.problem import Execution, Problem
+from lightning_dcp.planning.problem import Execution, Problem, execution_of
 
 __all__ = [
     "CPU",
@@ -44,6 +44,7 @@ __all__ = [
     "cost_model_from_json",
     "cost_model_to_json",
     "evaluate",
+    "execution_of",
     "fit_cost_model",
     "has_megatron_scheduler",
     "lay_out",

@@ -9,13 +9,20 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.alignment import PackPadding
 from lightning_dcp.planning.balanced import plan_balanced
 from lightning_dcp.planning.cost import CostModel
 from lightning_dcp.planning.evaluation import report
 from lightning_dcp.planning.longest_sequence import plan_longest_sequence
 from lightning_dcp.planning.megatron import plan_megatron
 from lightning_dcp.planning.plan import Plan, Step
-from lightning_dcp.planning.problem import Execution, Problem, as_lengths, check_positive_int
+from lightning_dcp.planning.problem import (
+    Execution,
+    Problem,
+    as_lengths,
+    as_units,
+    check_positive_int,
+)
 from lightning_dcp.planning.static import plan_static
 
 type Planner = Callable[[Problem], Sequence[Step]]
@@ -40,6 +47,10 @@ def plan_global_batch(
     tp_size: int = 1,
     context_parallel_size: int | None = None,
     execution: Execution = "lockstep",
+    pad_to_length: int | None = None,
+    pad_to_length_bucket: int | None = None,
+    fp8: bool = False,
+    keep_together: Sequence[int] | NDArray[np.integer] | None = None,
 ) -> Plan:
     """Plans the micro-batches of one global batch on a pool of DPxCP ranks.
 
@@ -58,16 +69,24 @@ def plan_global_batch(
         execution: What to plan for and predict: ``"lockstep"``, where a step lasts as long as its
             slowest rank, as under pipeline and expert parallelism, or ``"free_running"``, where
             only the members of a group wait for each other.
+        pad_to_length: Rows of a rank that every micro-batch is padded to; it may then hold no
+            more, and the cap must be as large.
+        pad_to_length_bucket: Round the rows that a rank holds of a micro-batch up to a multiple of
+            this, and of all else that must divide them; the cap holds after rounding.
+        fp8: Pad for FP8 kernels, as :class:`~lightning_dcp.alignment.PackPadding`.
+        keep_together: An int for each sample: samples with equal ones (such as the two answers of
+            a pair) go into the same micro-batch. ``None`` leaves all samples free.
 
     Returns:
         A plan for which :meth:`Plan.validate` holds, with its :attr:`Plan.report`.
 
     Raises:
-        TypeError: A length, a size or the cap is no integer.
-        ValueError: The batch is empty, a sample is empty or longer than the pool holds, or an
-            option has a value that cannot work.
+        TypeError: A length, a size, the cap or a unit is no integer.
+        ValueError: The batch is empty, a sample is empty or longer than the pool holds, the
+            samples of a unit are so together, or an option has a value that cannot work.
         PlanError: A planner of the user's own, or Megatron-Core's scheduler, returned a plan that
             breaks a rule, or the scheduler failed.
+        NotImplementedError: ``planner="megatron"`` with ``keep_together``.
         ImportError: ``planner="megatron"`` and the installed Megatron-Core has no scheduler.
     """
     name, make_steps = _resolve(planner)
@@ -78,23 +97,31 @@ def plan_global_batch(
                 f"context_parallel_size={context_parallel_size} with planner={name!r}, which "
                 "chooses CP sizes itself: leave it out, or use planner='static'"
             )
+    lengths = as_lengths(lengths)
+    units = as_units(keep_together, len(lengths))
     problem = Problem(
-        lengths=as_lengths(lengths),
+        lengths=lengths,
         num_ranks=check_positive_int("num_ranks", num_ranks),
         cap=check_positive_int("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank),
         tp_size=check_positive_int("tp_size", tp_size),
         context_parallel_size=context_parallel_size,
         cost_model=cost_model or CostModel(),
         execution=execution,
+        padding=PackPadding(
+            pad_to_length=pad_to_length, pad_to_length_bucket=pad_to_length_bucket, fp8=fp8
+        ),
+        units=units,
     )
     steps = tuple(make_steps(problem))
     plan = Plan(
-        steps=steps,
-        lengths=problem.lengths,
+        steps=problem.samples_of(steps),
+        lengths=lengths,
         num_ranks=problem.num_ranks,
         max_seqlen_per_dp_cp_rank=problem.cap,
         tp_size=problem.tp_size,
         planner=name,
+        padding=problem.padding,
+        keep_together=None if keep_together is None else tuple(map(int, keep_together)),
     )
     plan.validate()
     return replace(plan, report=report(problem, steps))

@@ -25,6 +25,9 @@ _GOOD = 0.975
 _FEW_SAMPLES, _MOST_ATTEMPTS, _SAMPLES_IN_ATTEMPTS, _FEW_ATTEMPTS = 300, 60, 9000, 4
 # An estimate this much below another is taken for better.
 _CLEARLY = 0.99
+# A draft whose bound is less than this part of its time is worth more attempts with many samples as
+# well: as many as for few of them, but no more than so many, and samples in all of them together.
+_POOR, _MORE_ATTEMPTS, _SAMPLES_IN_MORE = 0.93, 16, 24_000
 # Limits on the time of a sample that are estimated, as powers of two: for few samples and many.
 _LIMITS, _FEW_LIMITS = 4, 2
 
@@ -44,7 +47,8 @@ def plan_balanced(problem: Problem) -> list[Step]:
     4. Single ranks' micro-batches are dealt to the steps again in the order of their times.
     5. Attempts follow with other limits, numbers of steps, and with small groups in place of single
        ranks where these add little work (fewer micro-batches are easier to balance), until the
-       bound says that little is left to gain or the attempts for so many samples are used up.
+       bound says that little is left to gain or the attempts for so many samples are used up;
+       many samples get more attempts where the bound is far off.
 
     The result is compared with ``static`` at every size, ``longest_sequence`` and, where it is
     there and quick enough, Megatron-Core's scheduler; the best is taken.
@@ -110,14 +114,19 @@ class _Attempts:
     def run(self) -> Draft:
         plain = self.sizer.estimate(math.inf)
         self._try(plain)
+        number = len(self.problem.lengths)
         if not self._good():
-            self._try_others(plain)
+            self._try_others(plain, many=number > _FEW_SAMPLES)
         assert self.best is not None
+        poor = self.problem.bound < _POOR * self.best.seconds
+        if poor and _FEW_SAMPLES < number <= _SAMPLES_IN_MORE:
+            self.left = min(_MORE_ATTEMPTS, _SAMPLES_IN_MORE // number)
+            self.spare = self.left // 4
+            self._try_others(plain, many=False)
         return self.best
 
-    def _try_others(self, plain: Sizing) -> None:
+    def _try_others(self, plain: Sizing, *, many: bool) -> None:
         sizer = self.sizer
-        many = len(self.problem.lengths) > _FEW_SAMPLES
         limits = sizer.limits(_FEW_LIMITS if many else _LIMITS)
         if many and self.problem.bound >= _CLEARLY * plain.seconds:
             # Samples that cannot be cut at will make the difference: other limits do not help.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 _ROUNDINGS = (0, 1, 2, 3)
 # Prices that are tried, each so much of the last.
 _NUM_PRICES, _PRICE_STEP = 24, 0.6875
+# Intervals of the time of the longest step.
+_NUM_INTERVALS = 24
 # Steps that are bounded one by one, from the longest on.
 _NUM_LEADING = 64
 
@@ -26,14 +29,17 @@ def lower_bound(problem: Problem) -> float:
     The largest of several bounds. A plan has ``K`` steps on ``N`` ranks; sample ``i`` has
     ``r_i(s)`` rows and adds ``t_i(s)`` on a group of ``s`` ranks; ``f(s) = f(1) + h(s)`` is the
     fixed time of a micro-batch. Every minimum is over the sizes that hold the sample under the cap
-    ``C``; ``alone_i = min_s (t_i(s) + f(s))``, ``work_i = min_s s * t_i(s)`` and
+    ``C`` (the rows that samples may take, where packs are padded further, which counts as no time);
+    ``alone_i = min_s (t_i(s) + f(s))``, ``work_i = min_s s * t_i(s)`` and
     ``space_i = min_s s * r_i(s)``.
 
     Number of steps. Call ``u`` a share if numbers that add up to at most 1 keep a sum of at most 1
     under ``u``: ``u(x) = x`` is one, and ``u(x) = floor((k + 1) * x) / k`` where ``(k + 1) * x`` is
     no integer, else ``x`` (Fekete and Schepers 2001, dual feasible functions). The rows of a group
     keep the cap, so the shares ``u(r_i(s) / C)`` of its samples add up to at most 1, and those of
-    a step, times the sizes, to at most ``N``: ``K >= sum_i min_s s * u(r_i(s) / C) / N``.
+    a step, times the sizes, to at most ``N``: ``K >= sum_i min_s s * u(r_i(s) / C) / N``. This is
+    said of groups of one size at a time, so that ``u`` may be another function for each size: with
+    one for all, a sample would seem to cost no hops on a size where its share rounds to zero.
 
     1. Work. A step lasts as long as its ranks are busy on average or longer, so a plan takes at
        least ``K * f(1) + sum over groups of s * (h(s) + sum_i t_i(s)) / N``. ``h(s)`` is at least
@@ -59,7 +65,8 @@ def lower_bound(problem: Problem) -> float:
        and of the fixed times is left for the other steps.
     6. Lockstep only. Samples with ``alone_i > a`` need ``ceil(space / (N * C))`` steps, each of
        which lasts longer than ``a``: this bounds the longest step, the two longest and so on. The
-       ``m`` longest hold no more work than fits their space; the other steps do the rest.
+       ``m`` longest hold no more work than fits their space; the other steps do the rest. Work is
+       that of 1: ``min_s w_i(s)`` of each sample, so that the rest pays for its groups as well.
 
     1 to 4 hold for ranks that do not wait for each other as well: each rank runs ``K``
     micro-batches, the last one is done no earlier than the average one, and two groups of more
@@ -69,21 +76,60 @@ def lower_bound(problem: Problem) -> float:
         problem: The planning request.
     """
     tables = _Tables.of(problem)
-    # No group holds more than all rows: a cap above means no cap, and may be too large for int64.
-    cap = min(problem.cap, int(problem.row_table.max(axis=0).sum()))
-    shares = [_share(problem.row_table, cap, k) for k in _ROUNDINGS]
-    num_steps = 1
-    for share in shares:
-        ranks = _least(tables.fits, tables.sizes * share)
-        num_steps = max(num_steps, math.ceil(math.fsum(ranks) / problem.num_ranks - 1e-9))
-    bounds = [_priced(problem, tables, share, num_steps) for share in shares]
+    shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
+    num_steps, cost, share = _costs(problem, tables, shares)
+    bounds = [_priced(problem, tables, cost, num_steps)]
     bounds += [_longest(problem, tables, num_steps), _exclusive(problem, tables)]
-    bounds.append(_layout(problem, tables, shares))
+    bounds.append(_layout(problem, tables, [*shares, share]))
     if problem.execution == "lockstep":
         bounds.append(_longest_step(problem, tables, num_steps))
-        bounds.append(_leading_steps(problem, tables, num_steps))
+        bounds.append(_leading_steps(problem, tables, cost.min(axis=0), num_steps))
     # A sum of rounded numbers may end up above its exact value.
     return max(bounds) * (1.0 - 1e-10)
+
+
+def raised_bound(problem: Problem, seconds: float) -> float:
+    """:func:`lower_bound`, raised by looking at each time that the longest step may take.
+
+    In lockstep, with a plan of ``seconds`` at hand. The longest step of a quicker plan lasts a time
+    ``L`` from the largest ``alone_i`` to ``seconds``, and no sample is on a size where it alone
+    takes longer. Let ``low <= L <= high``. Bounds 1 and 6 then hold with the minima over sizes with
+    ``t_i(s) + f(s) <= high`` alone, and in 6 the longest step lasts ``low`` at least. Some such
+    interval holds, so that the least of their bounds is one, unless ``seconds`` is less.
+
+    Args:
+        problem: The planning request.
+        seconds: Predicted time of a plan of it.
+    """
+    bound = problem.bound
+    tables = _Tables.of(problem)
+    low = float(tables.alone.max())
+    if problem.execution != "lockstep" or not bound < seconds or not low < seconds:
+        return bound
+    shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
+    num_steps, cost, _ = _costs(problem, tables, shares)
+    alone = problem.time_table + tables.fixed
+    least = seconds
+    grid = np.geomspace(low, seconds, _NUM_INTERVALS + 1)
+    grid[0], grid[-1] = low, seconds
+    for low, high in pairwise(grid.tolist()):
+        work = np.where(alone <= high, cost, np.inf).min(axis=0)
+        whole = num_steps * problem.fixed[1] + _sum(work) / problem.num_ranks
+        least = min(least, max(whole, _leading_steps(problem, tables, work, num_steps, low)))
+        if least <= bound:
+            break
+    return max(bound, least * (1.0 - 1e-10))
+
+
+def _costs(
+    problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
+) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
+    """The least number of steps, ``w_i(s)``, and the shares in it."""
+    ranks, _ = _mix(tables.fits, shares, tables.sizes)
+    num_steps = max(1, math.ceil(_sum(ranks.min(axis=0)) / problem.num_ranks - 1e-9))
+    hops = tables.sizes * (tables.fixed - tables.fixed[0])
+    cost, share = _mix(tables.fits, shares, hops, tables.sizes * problem.time_table)
+    return num_steps, cost, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +140,8 @@ class _Tables:
         sizes: CP sizes; ``[num_sizes, 1]``.
         fixed: ``f(s)``; ``[num_sizes, 1]``.
         fits: Whether a size holds a sample; ``[num_sizes, num_samples]``.
-        alone: ``[num_samples]``, like the next two.
+        smallest: The smallest size that holds each sample; ``[num_samples]``, like the next three.
+        alone: See there.
         work: Seconds of all ranks.
         space: Rows of all ranks.
     """
@@ -102,6 +149,7 @@ class _Tables:
     sizes: NDArray[np.float64]
     fixed: NDArray[np.float64]
     fits: NDArray[np.bool_]
+    smallest: NDArray[np.int64]
     alone: NDArray[np.float64]
     work: NDArray[np.float64]
     space: NDArray[np.float64]
@@ -110,11 +158,12 @@ class _Tables:
     def of(cls, problem: Problem) -> _Tables:
         sizes = np.array(problem.sizes, dtype=np.float64)[:, None]
         fixed = np.array([problem.fixed[s] for s in problem.sizes])[:, None]
-        fits = problem.row_table <= problem.cap
+        fits = problem.row_table <= problem.room_table
         return cls(
             sizes=sizes,
             fixed=fixed,
             fits=fits,
+            smallest=np.array(problem.sizes)[fits.argmax(axis=0)],
             alone=_least(fits, problem.time_table + fixed),
             work=_least(fits, sizes * problem.time_table),
             space=_least(fits, sizes * problem.row_table),
@@ -126,25 +175,45 @@ def _least(fits: NDArray[np.bool_], table: NDArray[np.float64]) -> NDArray[np.fl
     return least
 
 
-def _share(rows: NDArray[np.int64], cap: int, k: int) -> NDArray[np.float64]:
-    share: NDArray[np.float64] = rows / cap
+def _share(rows: NDArray[np.int64], room: NDArray[np.int64], k: int) -> NDArray[np.float64]:
+    share: NDArray[np.float64] = rows / room
     if k == 0:
         return share
     # In integers: a share rounded up by mistake would break the proof.
-    whole, rest = np.divmod((k + 1) * rows, cap)
+    whole, rest = np.divmod((k + 1) * rows, room)
     return np.where(rest == 0, share, whole / k)
 
 
-def _priced(problem: Problem, tables: _Tables, share: NDArray[np.float64], num_steps: int) -> float:
+def _mix(
+    fits: NDArray[np.bool_],
+    shares: list[NDArray[np.float64]],
+    weight: NDArray[np.float64],
+    base: NDArray[np.float64] | float = 0.0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of ``base + weight * share`` a share for each size, so that the least of each sample adds up
+    to much; both tables, the first with infinities where a size does not hold a sample.
+    """
+    tables = [np.where(fits, base + weight * share, np.inf) for share in shares]
+    totals = [float(table.min(axis=0).sum()) for table in tables]
+    start = max(range(len(shares)), key=totals.__getitem__)
+    mixed, chosen, best = tables[start].copy(), shares[start].copy(), totals[start]
+    for size in reversed(range(len(mixed))):
+        others = np.delete(mixed, size, axis=0).min(axis=0, initial=np.inf)
+        for table, share in zip(tables, shares, strict=True):
+            total = float(np.minimum(others, table[size]).sum())
+            if total > best:
+                mixed[size], chosen[size], best = table[size], share[size], total
+    return mixed, chosen
+
+
+def _priced(problem: Problem, tables: _Tables, cost: NDArray[np.float64], num_steps: int) -> float:
     sizes, ranks = tables.sizes, problem.num_ranks * num_steps
-    hops = tables.fixed - tables.fixed[0]
-    cost = np.where(tables.fits, sizes * (problem.time_table + share * hops), np.inf)
-    best = math.fsum(cost.min(axis=0))
+    best = _sum(cost.min(axis=0))
     if sizes[cost.argmin(axis=0), 0].sum() < ranks:
         # The cheapest sizes would leave ranks empty: find a good price of a rank.
         top = float(np.where(np.isfinite(cost), cost, 0.0).max())
         for price in (top * _PRICE_STEP**k for k in range(_NUM_PRICES)):
-            best = max(best, math.fsum((cost - price * sizes).min(axis=0)) + price * ranks)
+            best = max(best, _sum((cost - price * sizes).min(axis=0)) + price * ranks)
     return num_steps * problem.fixed[1] + best / problem.num_ranks
 
 
@@ -155,14 +224,14 @@ def _longest(problem: Problem, tables: _Tables, num_steps: int) -> float:
 
 def _exclusive(problem: Problem, tables: _Tables) -> float:
     large = 2 * tables.sizes[:, 0] > problem.num_ranks
-    alone = 2 * np.array(problem.min_sizes) > problem.num_ranks
+    alone = 2 * tables.smallest > problem.num_ranks
     if not alone.any():
         return 0.0
     fits = tables.fits[large][:, alone]
     times = _least(fits, problem.time_table[large][:, alone])
     rows = _least(fits, problem.row_table[large][:, alone].astype(np.float64))
     fixed = float(tables.fixed[large].min())
-    return math.fsum(times) + math.ceil(math.fsum(rows) / problem.cap - 1e-9) * fixed
+    return _sum(times) + math.ceil(_sum(rows) / problem.rooms[problem.num_ranks] - 1e-9) * fixed
 
 
 def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
@@ -170,12 +239,11 @@ def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
     if num_ranks & (num_ranks - 1) == 0:
         return 0.0
     fits, sizes = tables.fits[:-1], tables.sizes[:-1]
-    min_sizes = np.array(problem.min_sizes)
-    parts = [int((min_sizes < m).sum()) for m in problem.sizes[1:-1] if num_ranks % m]
+    parts = [int((tables.smallest < m).sum()) for m in problem.sizes[1:-1] if num_ranks % m]
     num_parts = min(parts, default=0)
     if num_parts == 0:
-        num_steps = max(math.ceil(math.fsum(share[-1]) - 1e-9) for share in shares)
-        return math.fsum(problem.time_table[-1]) + num_steps * problem.fixed[num_ranks]
+        num_steps = max(math.ceil(_sum(share[-1]) - 1e-9) for share in shares)
+        return _sum(problem.time_table[-1]) + num_steps * problem.fixed[num_ranks]
     space = _least(fits, sizes * problem.row_table[:-1])
     best = 0.0
     for share in shares:
@@ -183,10 +251,10 @@ def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
         in_part, whole = _least(fits, sizes * cost[:-1]), cost[-1]
         for c in problem.sizes[1:-1]:
             usable = num_ranks - num_ranks % c
-            big = min_sizes >= c
+            big = tables.smallest >= c
             saved = np.where(np.isfinite(in_part), whole - in_part / usable, 0.0)[big]
-            most = _most(saved, space[big], num_parts * usable * problem.cap)
-            best = max(best, math.fsum(whole[big]) - most)
+            most = _most(saved, space[big], num_parts * usable * problem.rooms[1])
+            best = max(best, _sum(whole[big]) - most)
     return best
 
 
@@ -194,34 +262,44 @@ def _longest_step(problem: Problem, tables: _Tables, num_steps: int) -> float:
     sample = int(tables.alone.argmax())
     work = tables.work.copy()
     work[sample] = 0.0
-    total = math.fsum(work)
+    total = _sum(work)
     bounds = []
     for k, size in enumerate(problem.sizes):
         if tables.fits[k, sample]:
-            space = problem.num_ranks * problem.cap - size * int(problem.row_table[k, sample])
+            space = problem.num_ranks * problem.rooms[1] - size * int(problem.row_table[k, sample])
             rest = (total - _most(work, tables.space, space)) / problem.num_ranks
             alone = float(problem.time_table[k, sample]) + problem.fixed[size]
             bounds.append(alone + rest + (num_steps - 1) * problem.fixed[1])
     return min(bounds)
 
 
-def _leading_steps(problem: Problem, tables: _Tables, num_steps: int) -> float:
+def _leading_steps(
+    problem: Problem,
+    tables: _Tables,
+    work: NDArray[np.float64],
+    num_steps: int,
+    longest_step: float = 0.0,
+) -> float:
     # More steps than rows are as good as any number.
-    space = float(problem.num_ranks * min(problem.cap, 2**50))
+    space = float(problem.num_ranks * min(problem.rooms[1], 2**50))
     longest = np.argsort(-tables.alone, kind="stable")
     filled = np.cumsum(tables.space[longest])
     steps = np.arange(min(num_steps, _NUM_LEADING))
     # The first sample with which the space up to it is more than that many steps have.
     first = np.searchsorted(filled, steps * space, side="right")
     lead = tables.alone[longest][np.minimum(first, len(longest) - 1)]
-    dense = np.argsort(-tables.work / tables.space, kind="stable")
+    lead[0] = max(lead[0], longest_step)
+    dense = np.argsort(-work / tables.space, kind="stable")
     # A sample that does not fit whole counts in part; below the first one, it counts whole.
-    held = np.interp(
-        (steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(tables.work[dense])
-    )
-    rest = np.maximum(0.0, math.fsum(tables.work) - held) / problem.num_ranks
+    held = np.interp((steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(work[dense]))
+    rest = np.maximum(0.0, _sum(work) - held) / problem.num_ranks
     bounds = np.cumsum(lead) + rest + (num_steps - 1 - steps) * problem.fixed[1]
     return float(bounds.max())
+
+
+def _sum(values: NDArray[np.float64]) -> float:
+    # The same on every machine; a list, since numbers come out of an array one by one slowly.
+    return math.fsum(values.tolist())
 
 
 def _most(values: NDArray[np.float64], weights: NDArray[np.float64], capacity: float) -> float:
@@ -231,4 +309,4 @@ def _most(values: NDArray[np.float64], weights: NDArray[np.float64], capacity: f
     order = np.argsort(-values / weights, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     part = np.clip((capacity - before) / weights[order], 0.0, 1.0)
-    return math.fsum(values[order] * part)
+    return _sum(values[order] * part)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.alignment import row_alignment
+from lightning_dcp.alignment import TIGHT, PackPadding
 from lightning_dcp.planning.devices import DevicePreset
 from lightning_dcp.planning.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
-    from lightning_dcp.planning.plan import Plan
+    from lightning_dcp.planning.plan import Group, Plan
 
 _BYTES = 2  # of a bfloat16
 
@@ -42,6 +42,24 @@ class CostParts:
         total: NDArray[np.float64] = self.linear + self.attention + self.communication
         return total
 
+    def of_units(self, units: Sequence[Sequence[int]]) -> CostParts:
+        """The same by unit, the sum of its samples.
+
+        Args:
+            units: The samples of each unit.
+        """
+        unit = np.empty(self.rows.shape[1], dtype=np.int64)
+        for k, samples in enumerate(units):
+            unit[list(samples)] = k
+
+        def add_up(table: NDArray[Any]) -> NDArray[Any]:
+            total = np.zeros((len(units), len(table)), dtype=table.dtype)
+            # One after the other, so that it rounds alike on every machine.
+            np.add.at(total, unit, table.T)
+            return np.ascontiguousarray(total.T)
+
+        return CostParts(*(add_up(getattr(self, part.name)) for part in fields(self)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
@@ -50,7 +68,8 @@ class CostModel:
     A micro-batch on a CP group of ``s`` ranks takes ``fixed(s) + sum over its samples of t(s)``.
     A sample has ``r`` rows on each rank, padding included, and so ``r * s`` tokens:
 
-    - linear work: ``seconds_per_row * r``. Padded rows cost as much as others. Six operations for
+    - linear work: ``seconds_per_row * r``. Padded rows cost as much as others, those that fill up
+      a pack too. Six operations for
       each weight that a token meets: two forward, four backward (Kaplan et al. 2020, 2.1).
     - attention: ``seconds_per_pair * s * r * (r + thin_rows)``. Causal attention over ``r * s``
       tokens costs ``2 * (r * s)**2`` operations for each query channel forward and 2.5 times that
@@ -174,7 +193,11 @@ class CostModel:
         return max(0.0, self.seconds_per_row / self.seconds_per_pair - self.thin_rows)
 
     def parts(
-        self, lengths: NDArray[np.int64], sizes: Sequence[int], tp_size: int = 1
+        self,
+        lengths: NDArray[np.int64],
+        sizes: Sequence[int],
+        tp_size: int = 1,
+        padding: PackPadding = TIGHT,
     ) -> CostParts:
         """Where the time of each sample would go at each CP size.
 
@@ -182,9 +205,10 @@ class CostModel:
             lengths: Tokens of each sample, without padding; ``[num_samples]``.
             sizes: Ranks of the CP groups; ``num_sizes`` of them.
             tp_size: Tensor-parallel size, for the padding.
+            padding: How sequences are padded; the rows that fill up packs are no sample's.
         """
         # lightning_dcp.alignment.rows_per_rank of all samples and sizes at once.
-        aligns = np.array([row_alignment(size, tp_size) for size in sizes])[:, None]
+        aligns = np.array([padding.sequence_alignment(size, tp_size) for size in sizes])[:, None]
         size = np.array(sizes, dtype=np.int64)[:, None]
         rows = -(-lengths[None, :] // aligns) * (aligns // size)
         r = rows.astype(np.float64)
@@ -239,15 +263,23 @@ class CostModel:
 
     def step_times(self, plan: Plan) -> list[float]:
         """Seconds of each step of ``plan`` in lockstep: those of its slowest group."""
+        return [max(times) for times in self.group_times(plan)]
+
+    def group_times(self, plan: Plan) -> list[list[float]]:
+        """Seconds of each group of each step of ``plan``, the rows that fill up packs included."""
         lengths = np.asarray(plan.lengths, dtype=np.int64)
-        times = {s: self.sample_times(lengths, s, plan.tp_size).tolist() for s in plan.cp_sizes()}
-        return [
-            max(
-                self.fixed_time(group.size) + sum(times[group.size][i] for i in group.sample_ids)
-                for group in step.groups
-            )
-            for step in plan.steps
-        ]
+        times: dict[int, list[float]] = {}
+        rows: dict[int, list[int]] = {}
+        for size in plan.cp_sizes():
+            parts = self.parts(lengths, (size,), plan.tp_size, plan.padding)
+            times[size], rows[size] = parts.total[0].tolist(), parts.rows[0].tolist()
+
+        def seconds(group: Group) -> float:
+            own = sum(times[group.size][i] for i in group.sample_ids)
+            tail = plan.rows(group) - sum(rows[group.size][i] for i in group.sample_ids)
+            return self.fixed_time(group.size) + own + self.seconds_per_row * tail
+
+        return [[seconds(group) for group in step.groups] for step in plan.steps]
 
     def _kv_seconds_per_row(self, size: int) -> float:
         within = size <= self.ranks_per_node

@@ -62,14 +62,14 @@ def _open_leaders(
         # Of the last micro-batch opened: its room and time until the limit.
         room, slack = 0, 0.0
         for i in samples:
-            if rows[i] <= room and times[i] <= slack:
-                bins.put(problem, -1, i)
-            else:
+            if rows[i] > room or times[i] > slack:
                 bins.open(problem, size)
-                bins.put(problem, -1, i)
-                room, slack = problem.cap, limit - problem.fixed[size]
+                room, slack = problem.rooms[size], limit - problem.fixed[size]
             room -= rows[i]
             slack -= times[i]
+            bins.load[-1] += times[i]
+            bins.room[-1] = room
+            bins.samples[-1].append(i)
     load = bins.load
     return sorted(range(len(load)), key=lambda b: (-load[b], b))
 
@@ -124,7 +124,7 @@ def _fill_up(
         # What found no room gets steps of its own.
         rows = sum(problem.rows[base][i] for i in left)
         groups = problem.num_ranks // base
-        number = groups * math.ceil(rows / (groups * problem.cap))
+        number = groups * math.ceil(rows / (groups * problem.rooms[base]))
         extra = Bins()
         extra.open(problem, base, number)
         left = fill(problem, extra, [level] * number, left, 0)
@@ -154,7 +154,7 @@ def _level(
             ranks += number
             continue
         time = max([bins.load[b] for b in step])
-        work -= number * min(time - fixed, rate * problem.cap)
+        work -= number * min(time - fixed, rate * problem.rooms[base])
         for b in step:
             work -= bins.size[b] * min(time - bins.load[b], rate * bins.room[b])
     return fixed + max(work, 0.0) / ranks if ranks else fixed
@@ -185,6 +185,8 @@ def _finish(problem: Problem, bins: Bins, steps: list[list[int]]) -> tuple[list[
         if len(packs) == len(step):
             done.append(packs)
             seconds.append(max([load[b] for b in step]))
+            if problem.has_tails:
+                seconds[-1] = max(_pack_time(problem, pack) for pack in packs)
             continue
         completed = complete(problem, packs) if packs else []
         if completed is None:

@@ -9,9 +9,13 @@ from itertools import chain
 
 import numpy as np
 
+from lightning_dcp.planning.bound import raised_bound
 from lightning_dcp.planning.cost import CostModel
 from lightning_dcp.planning.plan import Plan, Step
-from lightning_dcp.planning.problem import Execution, Problem
+from lightning_dcp.planning.problem import Execution, Problem, as_units, total_time
+
+# A bound below this part of the predicted time is worth the time that a tighter one takes.
+_WORTH_RAISING = 0.93
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,7 @@ class PlanReport:
     Attributes:
         predicted_seconds: Forward and backward passes of the global batch.
         bound_seconds: No plan of the same problem is predicted to take less
-            (:func:`lower_bound`).
+            (:func:`lower_bound`, raised where it is far below the predicted time).
         tokens_per_second: Tokens of the global batch, without padding, over the predicted time.
         idle_share: Ranks that wait for others.
         padding_share: Linear work of padded rows.
@@ -71,8 +75,10 @@ def evaluate(
         tp_size=plan.tp_size,
         cost_model=cost_model or CostModel(),
         execution=execution,
+        padding=plan.padding,
+        units=as_units(plan.keep_together, len(plan.lengths)),
     )
-    return report(problem, plan.steps)
+    return report(problem, problem.units_of(plan.steps))
 
 
 def report(problem: Problem, steps: Sequence[Step]) -> PlanReport:
@@ -85,25 +91,36 @@ def report(problem: Problem, steps: Sequence[Step]) -> PlanReport:
     index = np.repeat(of_group, num_samples)
     weight = np.repeat(size, num_samples)
     parts, model = problem.parts, problem.cost_model
-    rows = parts.rows[index, samples]
-    padded = float((rows * weight).sum()) - sum(problem.lengths)
+    held = np.bincount(np.repeat(np.arange(len(groups)), num_samples), parts.rows[index, samples])
+    filled = np.array(
+        [_filled(problem, int(n), s) for n, s in zip(held, size.tolist(), strict=True)]
+    )
+    padded = float((filled * size).sum()) - sum(problem.lengths)
     hops = sum(model.hop_time(s) * s for s in size.tolist())
     exposed = float((parts.communication[index, samples] * weight).sum()) + hops
     fixed = sum(problem.fixed[s] * s for s in size.tolist())
     busy = float((problem.time_table[index, samples] * weight).sum()) + fixed
-    held = np.bincount(np.repeat(np.arange(len(groups)), num_samples), rows)
+    if problem.has_tails:
+        busy += model.seconds_per_row * float(((filled - held) * size).sum())
     predicted = predicted_time(problem, steps)
     total = predicted * problem.num_ranks
+    bound = problem.bound
+    if bound < _WORTH_RAISING * predicted:
+        bound = raised_bound(problem, predicted)
     return PlanReport(
         predicted_seconds=predicted,
-        bound_seconds=problem.bound,
+        bound_seconds=bound,
         tokens_per_second=sum(problem.lengths) / predicted,
         idle_share=max(0.0, 1.0 - busy / total),
         padding_share=model.seconds_per_row * padded / total,
         communication_share=exposed / total,
-        peak_activation_bytes=model.activation_bytes(int(held.max())),
+        peak_activation_bytes=model.activation_bytes(int(filled.max())),
         execution=problem.execution,
     )
+
+
+def _filled(problem: Problem, rows: int, size: int) -> int:
+    return problem.padding.pack_rows(rows, size, problem.tp_size)
 
 
 def predicted_time(problem: Problem, steps: Sequence[Step]) -> float:
@@ -113,6 +130,11 @@ def predicted_time(problem: Problem, steps: Sequence[Step]) -> float:
 
 def group_times(problem: Problem, steps: Sequence[Step]) -> list[list[float]]:
     """Seconds of each group of each step."""
+    if problem.has_tails:
+        return [
+            [total_time(problem, group.sample_ids, group.size) for group in step.groups]
+            for step in steps
+        ]
     times, fixed = problem.times, problem.fixed
     # fsum: the same in any order, so that equal plans are predicted to take equal times.
     return [

@@ -30,7 +30,7 @@ class Bins:
         first = len(self.size)
         self.size += [size] * number
         self.load += [problem.fixed[size]] * number
-        self.room += [problem.cap] * number
+        self.room += [problem.rooms[size]] * number
         self.samples += [[] for _ in range(number)]
         return range(first, first + number)
 
@@ -40,13 +40,6 @@ class Bins:
         self.load += other.load
         self.room += other.room
         self.samples += other.samples
-
-    def put(self, problem: Problem, index: int, sample: int) -> None:
-        """Adds a sample to a micro-batch, without a check."""
-        size = self.size[index]
-        self.load[index] += problem.times[size][sample]
-        self.room[index] -= problem.rows[size][sample]
-        self.samples[index].append(sample)
 
 
 class _Shelf:
@@ -67,17 +60,6 @@ class _Shelf:
         self.waiting: list[tuple[int, float, int]] = []
         self.rows = problem.rows[size]
         self.times = problem.times[size]
-
-    def offer(self, sample: int, room: list[int]) -> float | None:
-        """Seconds over the target after the sample; ``None`` if no micro-batch has the rows."""
-        rows, ready, waiting = self.rows[sample], self.ready, self.waiting
-        while waiting and -waiting[0][0] >= rows:
-            _, over, index = heappop(waiting)
-            heappush(ready, (over, index))
-        while ready and room[ready[0][1]] < rows:
-            over, index = heappop(ready)
-            heappush(waiting, (-room[index], over, index))
-        return ready[0][0] + self.times[sample] if ready else None
 
 
 def fill(
@@ -103,30 +85,43 @@ def fill(
     for index, size in enumerate(bins.size):
         kinds.setdefault((size, index < first_soft), []).append(index)
     shelves = [_Shelf(problem, bins, kinds[kind], targets) for kind in sorted(kinds)]
-    hard = [kind[1] for kind in sorted(kinds)]
     if len(shelves) == 1:
         return _fill_one(bins, shelves[0], samples)
+    # What the loop needs of each shelf, without looking it up again for each sample.
+    unpacked = [
+        (shelf.size, kind[1], shelf.rows, shelf.times, shelf.ready, shelf.waiting)
+        for kind, shelf in zip(sorted(kinds), shelves, strict=True)
+    ]
     room, members, load = bins.room, bins.samples, bins.load
     left = []
     for sample in samples:
-        best, least, forced = None, 0.0, True
-        for shelf, is_hard in zip(shelves, hard, strict=True):
-            if best is not None and least <= 0.0 and shelf.size > best.size:
+        best, best_size, least, forced = None, 0, 0.0, True
+        for shelf in unpacked:
+            size, is_hard, rows, times, ready, waiting = shelf
+            if best is not None and least <= 0.0 and size > best_size:
                 break
-            over = shelf.offer(sample, room)
-            if over is None:
+            need = rows[sample]
+            while waiting and -waiting[0][0] >= need:
+                _, over, index = heappop(waiting)
+                heappush(ready, (over, index))
+            while ready and room[ready[0][1]] < need:
+                over, index = heappop(ready)
+                heappush(waiting, (-room[index], over, index))
+            if not ready:
                 continue
+            over = ready[0][0] + times[sample]
             # Time left is better than a soft target, and that better than a hard one.
             fallback = is_hard and over > 0.0
             if best is None or (fallback, over) < (forced, least):
-                best, least, forced = shelf, over, fallback
+                best, best_size, least, forced = shelf, size, over, fallback
         if best is None:
             left.append(sample)
             continue
-        index = best.ready[0][1]
-        heapreplace(best.ready, (least, index))
-        room[index] -= best.rows[sample]
-        load[index] += best.times[sample]
+        _, _, rows, times, ready, _ = best
+        index = ready[0][1]
+        heapreplace(ready, (least, index))
+        room[index] -= rows[sample]
+        load[index] += times[sample]
         members[index].append(sample)
     return left
 

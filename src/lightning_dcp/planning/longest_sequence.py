@@ -7,7 +7,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from lightning_dcp.planning.packs import Pack, steps_of
+from lightning_dcp.planning.packs import Pack, lay_out, spread_out
 from lightning_dcp.planning.plan import Step
 from lightning_dcp.planning.problem import Problem, total_time
 
@@ -32,54 +32,64 @@ def plan_longest_sequence(problem: Problem) -> list[Step]:
 def plan_longest_sequence_below(problem: Problem, time: float) -> list[Step] | None:
     """:func:`plan_longest_sequence`; ``None`` where it cannot take less than ``time`` seconds."""
     steps = _first_fit(problem, _micro_batches(problem))
-    if problem.execution == "lockstep" and _least_time(problem, steps) >= time:
-        return None
-    return _steps(problem, steps)
-
-
-def _least_time(problem: Problem, steps: list[list[Pack]]) -> float:
-    """Seconds that the steps take at least, however those with free ranks are spread over them."""
+    if problem.execution != "lockstep":
+        return _steps(problem, steps)
+    full = [packs for packs in steps if _num_ranks(packs) == problem.num_ranks]
+    rest = [packs for packs in steps if _num_ranks(packs) < problem.num_ranks]
+    seconds = _slowest(problem, full)
     fixed = np.array([problem.fixed[size] for size in problem.sizes])[:, None]
     fastest = (problem.time_table + fixed).min(axis=0)
-    seconds = []
-    for packs in steps:
-        if sum([pack.size for pack in packs]) == problem.num_ranks:
-            times = [total_time(problem, pack.sample_ids, pack.size) for pack in packs]
-        else:
-            times = [float(fastest[pack.sample_ids[0]]) for pack in packs]
-        seconds.append(max(times))
-    return math.fsum(seconds)
+    # However the packs are spread over the ranks that they leave free.
+    least = [max([float(fastest[pack.sample_ids[0]]) for pack in packs]) for packs in rest]
+    if math.fsum(seconds + least) >= time:
+        return None
+    spread = [some for packs in rest for some in spread_out(problem, packs)]
+    if math.fsum(seconds + _slowest(problem, spread)) >= time:
+        return None
+    return [lay_out(packs) for packs in [*full, *spread]]
+
+
+def _num_ranks(packs: list[Pack]) -> int:
+    return sum([pack.size for pack in packs])
+
+
+def _slowest(problem: Problem, steps: list[list[Pack]]) -> list[float]:
+    """Seconds of each step, those of its slowest pack."""
+    return [max([total_time(problem, p.sample_ids, p.size) for p in packs]) for packs in steps]
 
 
 def _steps(problem: Problem, packs: list[list[Pack]]) -> list[Step]:
-    return [step for some in packs for step in steps_of(problem, some)]
+    return [lay_out(step) for some in packs for step in spread_out(problem, some)]
 
 
 def _micro_batches(problem: Problem) -> list[Pack]:
     order = problem.order
     # Rows in the order of the samples, negated so that they ascend.
-    negated = {size: [-problem.rows[size][i] for i in order] for size in set(problem.min_sizes)}
+    table = -problem.row_table[:, order]
+    used = set(problem.min_sizes)
+    negated = {s: table[k].tolist() for k, s in enumerate(problem.sizes) if s in used}
     # The next position that is left, from each on; halved paths make a look-up near constant.
     following = list(range(len(order) + 1))
 
-    def next_left(position: int) -> int:
-        while following[position] != position:
-            following[position] = following[following[position]]
-            position = following[position]
-        return position
-
     packs = []
-    position = next_left(0)
-    while position < len(order):
+    first, end = 0, len(order)
+    while first < end:
+        position = first
         size = problem.min_sizes[order[position]]
-        rows, room, samples = negated[size], problem.cap, []
-        while position < len(order):
-            samples.append(order[position])
-            room += rows[position]
-            following[position] = position + 1
-            position = next_left(bisect_left(rows, -room, lo=position + 1))
+        rows, room, samples = negated[size], problem.rooms[size], []
+        while position < end:
+            # Rows ascend with the tokens of single samples, but not always with those of units.
+            if room + rows[position] >= 0:
+                samples.append(order[position])
+                room += rows[position]
+                following[position] = position + 1
+            position = bisect_left(rows, -room, lo=position + 1)
+            while following[position] != position:
+                following[position] = following[following[position]]
+                position = following[position]
         packs.append(Pack(size, tuple(samples)))
-        position = next_left(0)
+        while following[first] != first:
+            first = following[first]
     return packs
 
 

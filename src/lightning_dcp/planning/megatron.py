@@ -39,23 +39,29 @@ def plan_megatron(problem: Problem) -> list[Step]:
 
     Raises:
         ImportError: The installed Megatron-Core has no such scheduler, or it cannot be imported.
+        NotImplementedError: Samples must be kept together.
         PlanError: The scheduler failed, or returned a plan that cannot run.
     """
+    if problem.units is not None:
+        raise NotImplementedError(
+            f"planner='megatron' with keep_together: {_CLASS} takes samples one by one. Use "
+            "planner='balanced', or leave keep_together out"
+        )
     scheduler = _scheduler_class()
     if scheduler is None:
         raise ImportError(
             f"planner='megatron' needs a Megatron-Core build with {_CLASS} (its dev branch); the "
             "installed build has none. Use planner='balanced'"
         )
-    tp_size, num_ranks = problem.tp_size, problem.num_ranks
+    tp_size, num_ranks, padding = problem.tp_size, problem.num_ranks, problem.padding
     smallest = [
-        padded_length(length, size, tp_size)
+        padded_length(length, size, tp_size, padding)
         for length, size in zip(problem.lengths, problem.min_sizes, strict=True)
     ]
     try:
         return _ask(problem, scheduler, smallest)
     except PlanError:
-        widest = [padded_length(length, num_ranks, tp_size) for length in problem.lengths]
+        widest = [padded_length(length, num_ranks, tp_size, padding) for length in problem.lengths]
         if widest == smallest:
             raise
         return _ask(problem, scheduler, widest)
@@ -68,7 +74,7 @@ def plan_megatron_if_quick(problem: Problem, time: float) -> list[Step] | None:
         problem: The planning request.
         time: Not used: the scheduler has no bound that could spare asking it.
     """
-    if len(problem.lengths) * problem.num_ranks > _QUICK:
+    if problem.units is not None or len(problem.lengths) * problem.num_ranks > _QUICK:
         return None
     try:
         return plan_megatron(problem)
@@ -115,7 +121,7 @@ def _ask(problem: Problem, scheduler: Any, lengths: list[int]) -> list[Step]:
     try:
         # It reads the two sizes only as their product, the pool.
         answer = scheduler(
-            max_seqlen_per_dp_cp_rank=problem.cap,
+            max_seqlen_per_dp_cp_rank=problem.rooms[problem.num_ranks],
             cp_size=problem.num_ranks,
             dp_size=1,
             microbatch_group_size_per_vp_stage=None,
@@ -129,7 +135,7 @@ def _ask(problem: Problem, scheduler: Any, lengths: list[int]) -> list[Step]:
     try:
         Plan(steps=tuple(steps), lengths=problem.lengths, num_ranks=problem.num_ranks,
              max_seqlen_per_dp_cp_rank=problem.cap, tp_size=problem.tp_size,
-             planner="megatron").validate()  # fmt: skip
+             planner="megatron", padding=problem.padding).validate()  # fmt: skip
     except PlanError as error:
         raise PlanError(
             f"{asked} returned a plan that cannot run: {error}. Use planner='balanced'"

@@ -5,16 +5,18 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from lightning_dcp.planning.plan import Group, Step
 from lightning_dcp.planning.problem import Problem, total_time
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Samples that form one micro-batch on a CP group of ``size`` ranks."""
+class Pack(NamedTuple):
+    """Samples that form one micro-batch on a CP group of ``size`` ranks.
+
+    A tuple, since it is made several times as fast as a frozen dataclass, and many are made.
+    """
 
     size: int
     sample_ids: tuple[int, ...]
@@ -55,7 +57,7 @@ def complete(problem: Problem, packs: Iterable[Pack]) -> list[Pack] | None:
     done = []
     while free and heap:
         *_, pack = heapq.heappop(heap)
-        parts = _split(problem, pack, free) or _double(pack, free)
+        parts = _split(problem, pack, free) or _double(problem, pack, free)
         if parts is None:
             # Fewer ranks are free from here on: what cannot grow now never can.
             done.append(pack)
@@ -94,7 +96,7 @@ def best_fit(problem: Problem, size: int, sample_ids: Iterable[int]) -> list[lis
         position = bisect_left(rooms, (rows[sample], -1))
         if position == len(rooms):
             bins.append([sample])
-            insort(rooms, (problem.cap - rows[sample], len(bins) - 1))
+            insort(rooms, (problem.rooms[size] - rows[sample], len(bins) - 1))
         else:
             room, index = rooms.pop(position)
             bins[index].append(sample)
@@ -126,13 +128,13 @@ def lay_out_on_earliest_ranks(problem: Problem, steps: Iterable[Sequence[Pack]])
     return laid_out
 
 
-def steps_of(problem: Problem, packs: Sequence[Pack]) -> list[Step]:
-    """Steps that run the packs of one step: completed, or one after the other on the whole pool."""
+def spread_out(problem: Problem, packs: Sequence[Pack]) -> list[list[Pack]]:
+    """The packs of one step: completed, or as steps one after the other on the whole pool."""
     completed = complete(problem, packs)
     if completed is not None:
-        return [lay_out(completed)]
+        return [completed]
     samples = [i for pack in packs for i in pack.sample_ids]
-    return [lay_out([pack]) for pack in whole_pool_packs(problem, samples)]
+    return [[pack] for pack in whole_pool_packs(problem, samples)]
 
 
 def largest_power_of_two(most: int) -> int:
@@ -145,12 +147,16 @@ def _by_time(problem: Problem, pack: Pack) -> tuple[float, int, Pack]:
     return -total_time(problem, pack.sample_ids, pack.size), min(pack.sample_ids), pack
 
 
-def _double(pack: Pack, free: int) -> list[Pack] | None:
+def _double(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
     # Only single samples: small ones take more rows a rank at CP 2 than at CP 1, up to twice
     # (they are padded to 2 * tp_size rows), and then a full pack would not fit.
+    size = 2 * pack.size
     if pack.size > free or len(pack.sample_ids) > 1:
         return None
-    return [Pack(2 * pack.size, pack.sample_ids)]
+    # The same holds for the samples of a unit, which is one here.
+    if problem.rows[size][pack.sample_ids[0]] > problem.rooms[size]:
+        return None
+    return [Pack(size, pack.sample_ids)]
 
 
 def _split(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
@@ -169,7 +175,7 @@ def _split(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
         kept_after = kept_time + problem.times[pack.size][sample]
         moved_after = moved_time + problem.times[size][sample]
         rows_after = moved_rows + problem.rows[size][sample]
-        if moved_after < kept_after and rows_after <= problem.cap:
+        if moved_after < kept_after and rows_after <= problem.rooms[size]:
             moved.append(sample)
             moved_time, moved_rows = moved_after, rows_after
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lightning_dcp.alignment import row_alignment
+from lightning_dcp.alignment import TIGHT, PackPadding
 
 if TYPE_CHECKING:
     from lightning_dcp.planning.evaluation import PlanReport
@@ -71,6 +71,9 @@ class Plan:
         max_seqlen_per_dp_cp_rank: The most rows a rank may hold in a step, padding included.
         tp_size: Tensor-parallel size; sequences are padded for sequence parallelism over it.
         planner: Name of the planner that made the plan.
+        padding: How packs are padded beyond their sequences.
+        keep_together: A unit id for each sample: samples with equal ids share a micro-batch;
+            ``None`` if every sample is for itself.
         report: What the cost model of the request predicts; ``None`` for a plan made by hand.
             Plans are compared without it.
     """
@@ -81,6 +84,8 @@ class Plan:
     max_seqlen_per_dp_cp_rank: int
     tp_size: int = 1
     planner: str = "balanced"
+    padding: PackPadding = TIGHT
+    keep_together: tuple[int, ...] | None = field(default=None, repr=False)
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -108,11 +113,15 @@ class Plan:
         return sum(self.rows(group) * group.size for step in self.steps for group in step.groups)
 
     def rows(self, group: Group) -> int:
-        """The rows each rank of ``group`` holds, padding included."""
-        align = row_alignment(group.size, self.tp_size)
+        """The rows each rank of ``group`` holds, padding included.
+
+        Raises:
+            ValueError: They are more than ``padding.pad_to_length``.
+        """
+        align = self.padding.sequence_alignment(group.size, self.tp_size)
         # rows_per_rank of each, written out: validate() asks for every group.
         chunks = sum([-(-self.lengths[sample] // align) for sample in group.sample_ids])
-        return chunks * (align // group.size)
+        return self.padding.pack_rows(chunks * (align // group.size), group.size, self.tp_size)
 
     def cp_sizes(self) -> dict[int, int]:
         """The number of groups (micro-batches) of each CP size, in ascending order of size."""
@@ -124,8 +133,8 @@ class Plan:
 
         Every sample is in exactly one group of one step. In each step the groups, in rank order,
         partition the pool; none is empty; each is the whole pool, or its size is a power of two
-        and its first rank a multiple of it; sample ids ascend; and the rows that a rank holds
-        after padding do not exceed the cap.
+        and its first rank a multiple of it; sample ids ascend; the rows that a rank holds after
+        padding do not exceed the cap; and samples of one unit are in one group.
 
         Raises:
             PlanError: A rule is broken; the message names the step, the ranks and the numbers.
@@ -135,10 +144,14 @@ class Plan:
             for group in step.groups:
                 self._check_group(index, group)
         self._check_samples()
+        self._check_units()
 
     def _check_partition(self, index: int, step: Step) -> None:
         next_rank = 0
         for group in step.groups:
+            if group.size >= 1 and group.first_rank == next_rank:
+                next_rank += group.size
+                continue
             where = f"step {index}, {_ranks(group)}"
             if group.size < 1:
                 raise PlanError(f"{where}: a group of {group.size} ranks; a group needs 1 or more")
@@ -147,12 +160,10 @@ class Plan:
                     f"{where}: the group starts at rank {group.first_rank}, but the groups before "
                     f"it already take ranks 0-{next_rank - 1}: groups overlap or are out of order"
                 )
-            if group.first_rank > next_rank:
-                raise PlanError(
-                    f"{where}: ranks {next_rank}-{group.first_rank - 1} before the group are in "
-                    f"no group; the groups must partition ranks 0-{self.num_ranks - 1}"
-                )
-            next_rank = group.first_rank + group.size
+            raise PlanError(
+                f"{where}: ranks {next_rank}-{group.first_rank - 1} before the group are in no "
+                f"group; the groups must partition ranks 0-{self.num_ranks - 1}"
+            )
         if next_rank != self.num_ranks:
             raise PlanError(
                 f"step {index}: the groups end before rank {next_rank}, the pool is ranks "
@@ -178,11 +189,16 @@ class Plan:
             )
         if not ids:
             return "the group holds no sample, so its ranks have no work"
-        if min(ids) < 0 or max(ids) >= len(self.lengths):
+        ascends = list(ids) == sorted(ids)
+        least, most = (ids[0], ids[-1]) if ascends else (min(ids), max(ids))
+        if least < 0 or most >= len(self.lengths):
             return f"sample ids {ids} are not all within the batch of {len(self.lengths)} samples"
-        if list(ids) != sorted(ids):
+        if not ascends:
             return f"sample ids {ids} do not ascend"
-        rows = self.rows(group)
+        try:
+            rows = self.rows(group)
+        except ValueError as error:
+            return f"{error}; samples {ids} of {[self.lengths[i] for i in ids]} tokens"
         if rows > self.max_seqlen_per_dp_cp_rank:
             return (
                 f"{rows} rows a rank after padding, over the cap max_seqlen_per_dp_cp_rank="
@@ -215,6 +231,27 @@ class Plan:
                 f"{len(self.lengths)} samples are planned; in no group: sample {shown}"
                 f"{' and others' if len(lost) > 5 else ''}"
             )
+
+    def _check_units(self) -> None:
+        if self.keep_together is None:
+            return
+        if len(self.keep_together) != len(self.lengths):
+            raise PlanError(
+                f"keep_together has {len(self.keep_together)} unit ids for {len(self.lengths)} "
+                "samples"
+            )
+        first: dict[int, tuple[int, int, Group]] = {}
+        for index, step in enumerate(self.steps):
+            for group in step.groups:
+                for sample in group.sample_ids:
+                    unit = self.keep_together[sample]
+                    other, where, home = first.setdefault(unit, (sample, index, group))
+                    if (where, home) != (index, group):
+                        raise PlanError(
+                            f"step {index}, {_ranks(group)}: sample {sample} is in unit {unit} "
+                            f"with sample {other}, which is in step {where}, {_ranks(home)}; "
+                            "samples of one unit must share a group"
+                        )
 
 
 def _ranks(group: Group) -> str:

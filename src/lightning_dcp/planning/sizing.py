@@ -48,10 +48,9 @@ class Sizer:
         self.problem = problem
         self.sizes = np.array(problem.sizes)
         self.columns = np.arange(len(problem.lengths))
-        # All rows together are as good as any number above, which may be too large for NumPy.
-        self.cap = min(problem.cap, int(problem.row_table.max(axis=0).sum()))
+        self.room = problem.room_table[:, 0]
         fixed = np.array([problem.fixed[s] for s in problem.sizes])[:, None]
-        fits = problem.row_table <= problem.cap
+        fits = problem.fits
         self.alone = np.where(fits, problem.time_table + fixed, np.inf)
         self.fastest = self.alone.min(axis=0)
         self.smallest = fits.argmax(axis=0)
@@ -90,7 +89,7 @@ class Sizer:
     def limits(self, doublings: int) -> list[float]:
         """``2**doublings`` limits on a sample's time that are worth a try, a factor apart."""
         longest = float(self.alone[self.smallest, self.columns].max())
-        mean = math.fsum(self.alone[0][self.smallest == 0]) / self.problem.num_ranks
+        mean = math.fsum(self.alone[0][self.smallest == 0].tolist()) / self.problem.num_ranks
         low = 0.5 * min(longest, max(mean, float(self.fastest.max())))
         # Square roots are exact to the last bit on every machine, other powers are not.
         factor = longest / low
@@ -152,7 +151,7 @@ class Sizer:
             seconds, num_led, taken = self._lead(index, times, leaders, base, rate)
             part = 1.0 - min(1.0, taken / (work * problem.sizes[base])) if work else 0.0
             work, rows = part * work, part * rows
-            pure = math.ceil(rows / (_FILL * groups * self.cap) - 1e-9)
+            pure = math.ceil(rows / (_FILL * groups * int(self.room[base])) - 1e-9)
             if pure == 0:
                 break
             last, level = level, fixed + work / groups / pure
@@ -178,9 +177,9 @@ class Sizer:
         step = (ranks - size) // problem.num_ranks
         num_steps = int(step[-1]) + 1
         lead = times[leaders][np.searchsorted(step, np.arange(num_steps))]
-        room = self.cap - problem.row_table[index[leaders], leaders]
+        room = self.room[index[leaders]] - problem.row_table[index[leaders], leaders]
         idle = size * np.minimum(lead[step] - times[leaders], room * rate)
         free = num_steps * problem.num_ranks - int(ranks[-1])
         fixed = problem.fixed[problem.sizes[base]]
-        open_time = min(float(lead[-1]) - fixed, rate * self.cap)
+        open_time = min(float(lead[-1]) - fixed, rate * float(self.room[base]))
         return float(lead.sum()), num_steps, float(idle.sum()) + max(free, 0) * open_time

@@ -56,15 +56,18 @@ def _first_size(problem: Problem) -> int:
             "power of two that divides them, or all of them; choose one of "
             f"{_static_sizes(problem)}"
         )
-    sample = problem.order[0]
-    if problem.rows[asked][sample] > problem.cap:
-        raise ValueError(
-            f"sample {sample} has length {problem.lengths[sample]}, but context_parallel_size="
-            f"{asked} holds at most {longest_that_fits(problem.cap, asked, problem.tp_size)} "
-            f"tokens at max_seqlen_per_dp_cp_rank={problem.cap}; use a larger "
-            "context_parallel_size, or a dynamic planner such as planner='balanced'"
-        )
-    return asked
+    if asked >= max(problem.min_sizes):
+        return asked
+    sample = next(i for i in problem.order if problem.min_sizes[i] > asked)
+    name = f"sample {sample} has"
+    if problem.units is not None:
+        name = f"samples {list(problem.units[sample])}, which keep_together joins, have"
+    most = longest_that_fits(problem.cap, asked, problem.tp_size, problem.padding)
+    raise ValueError(
+        f"{name} length {problem.lengths[sample]}, but context_parallel_size={asked} holds at most "
+        f"{most} tokens at max_seqlen_per_dp_cp_rank={problem.cap}; use a larger "
+        "context_parallel_size, or a dynamic planner such as planner='balanced'"
+    )
 
 
 def plan_static_below(problem: Problem, time: float) -> list[Step] | None:
@@ -83,15 +86,22 @@ def plan_static_below(problem: Problem, time: float) -> list[Step] | None:
         if work + _fewest_steps(problem, size) * problem.fixed[size] >= time:
             continue
         bins = _pack(problem, size)
-        steps = _steps(problem, size, bins) if bins is not None else []
-        predicted = predicted_time(problem, steps) if steps else math.inf
+        if bins is None:
+            continue
+        if problem.execution == "lockstep":
+            # Known without the steps: those of _steps() hold neighbours in this order.
+            times = sorted([total_time(problem, samples, size) for samples in bins], reverse=True)
+            if math.fsum(times[::num_groups]) >= time:
+                continue
+        steps = _steps(problem, size, bins)
+        predicted = predicted_time(problem, steps)
         if predicted < time:
             best, time = steps, predicted
     return best
 
 
 def _fewest_steps(problem: Problem, size: int) -> int:
-    capacity = problem.cap * (problem.num_ranks // size)
+    capacity = problem.rooms[size] * (problem.num_ranks // size)
     return -(-int(problem.row_table[problem.sizes.index(size)].sum()) // capacity)
 
 
