@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_reference import Case, cases
 
-from lightning_dcp.packing import pack_micro_batch, read_global_batch
+from lightning_dcp.packing import read_global_batch
 
 
 def stored(rows):
@@ -30,10 +30,7 @@ def test_rows_follow_their_tokens_and_those_without_a_value_have_zeros(case: Cas
     batch = read_global_batch(
         {"input_ids": case.jagged(tokens), "values": stored(values)}, may_lack_last=["values"]
     )
-    for rank in range(case.cp_size):
-        micro_batch = pack_micro_batch(
-            batch, case.sample_ids, cp_size=case.cp_size, cp_rank=rank, tp_size=case.tp_size
-        )
+    for rank, micro_batch in enumerate(case.pack(batch)):
         found = micro_batch.extras["values"]
         assert found.dtype == torch.int16
         for row, (sample, position) in zip(found.tolist(), case.rows(rank), strict=True):
