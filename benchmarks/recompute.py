@@ -41,7 +41,7 @@ KINDS = {
     "full, block of 4": Recompute(granularity="full", method="block", num_layers=4),
     "full": Recompute(granularity="full"),
 }
-LENGTHS = [3000, 900, 700, 500, 300, 200]
+LENGTHS = [3000, 1500, 1200, 1000, 900, 800, 700, 600, 500, 300, 200]
 CAP = 2048
 
 

@@ -38,6 +38,7 @@ from lightning_dcp.packing import (
     unpack_rows,
 )
 from lightning_dcp.parallel import bind_micro_batch
+from lightning_dcp.refusals import Run, refuse
 from lightning_dcp.schedule import LRSchedule
 
 if TYPE_CHECKING:
@@ -94,11 +95,7 @@ class DynamicCPModule(LightningModule):
             raise TypeError(f"objective must be an Objective, found a {type(objective).__name__}.")
         if objective is None:
             objective = ValueLoss() if model.head == "value" else SFT()
-        if objective.head != model.head:
-            raise ValueError(
-                f"{type(objective).__name__} needs a model with head={objective.head!r}, found "
-                f"ModelConfig(head={model.head!r})."
-            )
+        refuse(Run(model=model, objective=objective))
         if record_routes and RouteShape.of(model) is None:
             raise ValueError(
                 "record_routes=True needs a model whose routers can be asked: set "
@@ -159,6 +156,7 @@ class DynamicCPModule(LightningModule):
             dtype=strategy.precision_plugin.dtype,
             seed=self.seed,
             recompute=strategy.recompute,
+            fp8=strategy.fp8,
         )
         self._built_on = strategy.context
         if kept is not None:

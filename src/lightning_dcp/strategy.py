@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, override
@@ -63,7 +64,7 @@ from lightning_dcp.parallel import (
 )
 from lightning_dcp.planning import CostModel
 from lightning_dcp.precision import MegatronPrecision
-from lightning_dcp.refusals import check_cap, check_trainer, check_vocabulary, resolve_cap
+from lightning_dcp.refusals import Run, check_cap, refuse, resolve_cap
 
 
 class DynamicCPStrategy(ParallelStrategy):
@@ -103,6 +104,8 @@ class DynamicCPStrategy(ParallelStrategy):
         process_group_backend: ``nccl`` or ``gloo``; by the device when None.
         start_method: How the processes of a machine are started: ``popen`` runs the script again
             for each, ``fork`` and ``spawn`` work in notebooks (``fork`` on the CPU only).
+        fp8: Run matrix products in this format of eight bits, by TransformerEngine on a GPU, and
+            pad packs as its kernels need; with ``Trainer(precision="bf16-mixed")``.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Where ranks and addresses come from; found by the Trainer when None.
@@ -139,6 +142,7 @@ class DynamicCPStrategy(ParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         process_group_backend: Literal["nccl", "gloo"] | None = None,
         start_method: Literal["popen", "fork", "spawn"] = "popen",
+        fp8: Literal["e4m3", "hybrid"] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -152,15 +156,21 @@ class DynamicCPStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if not dynamic_context_parallel and planner not in (None, "static"):
-            raise ValueError(
-                f"planner={planner!r} chooses CP sizes, but dynamic_context_parallel=False asks "
-                "for one size. Leave one of the two out."
-            )
         self.max_seqlen_per_dp_cp_rank = check_cap(max_seqlen_per_dp_cp_rank)
         self.padding = PackPadding(
-            pad_to_length=pad_to_length, pad_to_length_bucket=pad_to_length_bucket
+            pad_to_length=pad_to_length,
+            pad_to_length_bucket=pad_to_length_bucket,
+            fp8=fp8 is not None,
         )
+        self.fp8 = fp8
+        self._run = Run(
+            padding=self.padding,
+            planner=planner,
+            dynamic=dynamic_context_parallel,
+            recompute=recompute,
+            fp8=fp8 is not None,
+        )
+        refuse(self._run)
         if isinstance(self.max_seqlen_per_dp_cp_rank, int):
             # Again for the whole pool, when its size is known.
             self.padding.check_cap(self.max_seqlen_per_dp_cp_rank, 1, tensor_model_parallel_size)
@@ -263,6 +273,8 @@ class DynamicCPStrategy(ParallelStrategy):
         )
         reset_seed()
         device = self.root_device
+        self._run = replace(self._run, sizes=sizes, on_gpu=device.type == "cuda")
+        self._refuse_model()
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             device
         )
@@ -275,17 +287,24 @@ class DynamicCPStrategy(ParallelStrategy):
         )
         self._context = setup_parallel(sizes, current=self._context, timeout=self._timeout)
 
+    def _refuse_model(self) -> None:
+        """Refuses what does not work together, with all that is known now."""
+        module = self._module
+        self._run = replace(
+            self._run,
+            model=module.model_config,
+            objective=module.objective,
+            precision=self.precision_plugin.precision,
+        )
+        refuse(self._run)
+
     # -- set-up and teardown ------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._module
-        check_trainer(trainer, module)
-        check_vocabulary(trainer, module)
-        if self._layer_sync is not None:
-            raise NotImplementedError(
-                "Trainer(sync_batchnorm=True) does not work with DynamicCPStrategy: leave it out."
-            )
+        self._run = replace(self._run, trainer=trainer, module=module)
+        self._refuse_model()
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
@@ -326,6 +345,7 @@ class DynamicCPStrategy(ParallelStrategy):
             cost_model=self._read_cost_model(),
             pad_to_length=self.padding.pad_to_length,
             pad_to_length_bucket=self.padding.pad_to_length_bucket,
+            fp8=self.padding.fp8,
         )
 
     def _read_cost_model(self) -> CostModel | None:

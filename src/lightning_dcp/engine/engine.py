@@ -62,6 +62,7 @@ class PlanSettings:
             pipeline or expert parallelism, else free-running.
         pad_to_length: Rows of a rank that every micro-batch is padded to.
         pad_to_length_bucket: Number that the rows of a micro-batch are rounded up to a multiple of.
+        fp8: Whether packs are padded as FP8 kernels need.
     """
 
     max_seqlen_per_dp_cp_rank: int
@@ -71,6 +72,7 @@ class PlanSettings:
     execution: Execution | None = None
     pad_to_length: int | None = None
     pad_to_length_bucket: int | None = None
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ class DynamicCPEngine:
             execution=execution,
             pad_to_length=self.settings.pad_to_length,
             pad_to_length_bucket=self.settings.pad_to_length_bucket,
+            fp8=self.settings.fp8,
             keep_together=units,
         )
 

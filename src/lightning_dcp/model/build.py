@@ -43,6 +43,7 @@ def build_gpt_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     recompute: Recompute = Recompute(),
+    fp8: str | None = None,
     virtual_stage: int | None = None,
 ) -> GPTModel:
     """Builds the model of this rank, or one chunk of it; CP hooks are not installed yet.
@@ -55,6 +56,7 @@ def build_gpt_model(
         dtype: Of the weights.
         seed: Of the initial weights; the same on all ranks. The caller's random state is kept.
         recompute: What the backward pass computes again.
+        fp8: Format of eight bits for matrix products, on GPUs.
         virtual_stage: Which of this rank's chunks, under virtual pipeline stages.
 
     Raises:
@@ -70,6 +72,7 @@ def build_gpt_model(
             cpu=context.cpu_mode,
             fused=fused,
             recompute=recompute,
+            fp8=fp8,
         )
         layer = _fused_layer(config) if fused else _torch_layer(config)
         model = GPTModel(
@@ -153,6 +156,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     recompute: Recompute = Recompute(),
+    fp8: str | None = None,
 ) -> torch.nn.Module:
     """This rank's part of the model: a GPTModel, or a ``ModuleList`` of its virtual stages' chunks.
 
@@ -162,6 +166,7 @@ def build_model(
         dtype: Of the weights.
         seed: Of the initial weights; the same on all ranks.
         recompute: What the backward pass computes again.
+        fp8: Format of eight bits for matrix products, on GPUs.
 
     Raises:
         ValueError: A parallel size that does not divide what it splits.
@@ -170,7 +175,13 @@ def build_model(
     stages = range(virtual) if virtual > 1 else [None]
     chunks = [
         build_gpt_model(
-            config, context, dtype=dtype, seed=seed, recompute=recompute, virtual_stage=stage
+            config,
+            context,
+            dtype=dtype,
+            seed=seed,
+            recompute=recompute,
+            fp8=fp8,
+            virtual_stage=stage,
         )
         for stage in stages
     ]

@@ -236,6 +236,7 @@ def transformer_config(
     cpu: bool,
     fused: bool,
     recompute: Recompute = Recompute(),
+    fp8: str | None = None,
 ) -> TransformerConfig:
     """Megatron-Core's config of the model.
 
@@ -246,10 +247,14 @@ def transformer_config(
         cpu: Whether the run is in CPU mode.
         fused: Whether TransformerEngine's kernels serve the model.
         recompute: What the backward pass computes again.
+        fp8: Format of eight bits for matrix products, ``"e4m3"`` or ``"hybrid"``.
     """
     options = recompute.megatron_options() | _pipeline_options(sizes, dtype)
     if config.moe is not None:
         options |= config.moe.megatron_options(config.ffn_width, grouped_gemm=fused)
+    if fp8 is not None:
+        # Packs are padded for its kernels; what an expert gets is not known ahead.
+        options |= {"fp8": fp8, "moe_router_padding_for_quantization": config.moe is not None}
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
