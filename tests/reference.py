@@ -20,23 +20,32 @@ Weights = dict[str, Tensor]
 
 
 def forward(
-    weights: Weights, config: ModelConfig, ids: Tensor, routers: list[Tensor] | None = None
+    weights: Weights,
+    config: ModelConfig,
+    ids: Tensor,
+    routers: list[Tensor] | None = None,
+    routes: Tensor | None = None,
 ) -> Tensor:
     """Logits ``[length, vocab_size]`` of one sequence ``[length]``.
 
-    ``routers`` gets the logits ``[length, experts]`` of each layer's router.
+    ``routers`` gets the logits ``[length, experts]`` of each layer's router. ``routes``
+    ``[length, layers, top-k]`` are the experts to use; of tokens after them routers choose.
     """
-    return _head(weights, config, _last_hidden(weights, config, ids, routers))
+    return _head(weights, config, _last_hidden(weights, config, ids, routers, routes))
 
 
 def forward_ahead(
-    weights: Weights, config: ModelConfig, ids: Tensor, routers: list[Tensor] | None = None
+    weights: Weights,
+    config: ModelConfig,
+    ids: Tensor,
+    routers: list[Tensor] | None = None,
+    routes: Tensor | None = None,
 ) -> list[Tensor]:
     """The same, and then those of each depth of multi-token prediction, DeepSeek-V3 section 2.2.
 
     At depth k, row i sees token i + k, 0 past the end, and predicts token i + 1 + k.
     """
-    hidden = _last_hidden(weights, config, ids, routers)
+    hidden = _last_hidden(weights, config, ids, routers, routes)
     logits = [_head(weights, config, hidden)]
     for depth in range(1, config.mtp_num_layers + 1):
         names = _under(weights, f"mtp.layers.{depth - 1}.")
@@ -54,11 +63,17 @@ def forward_ahead(
 
 
 def _last_hidden(
-    weights: Weights, config: ModelConfig, ids: Tensor, routers: list[Tensor] | None
+    weights: Weights,
+    config: ModelConfig,
+    ids: Tensor,
+    routers: list[Tensor] | None,
+    routes: Tensor | None,
 ) -> Tensor:
     hidden = weights["embedding.word_embeddings.weight"][ids]
     for layer in range(config.num_layers):
-        hidden = _layer(_under(weights, f"decoder.layers.{layer}."), config, hidden, routers)
+        given = None if routes is None else routes[:, layer]
+        names = _under(weights, f"decoder.layers.{layer}.")
+        hidden = _layer(names, config, hidden, routers, given)
     return _norm(hidden, weights["decoder.final_layernorm.weight"], config)
 
 
@@ -72,7 +87,11 @@ def _head(weights: Weights, config: ModelConfig, hidden: Tensor) -> Tensor:
 
 
 def _layer(
-    names: Weights, config: ModelConfig, hidden: Tensor, routers: list[Tensor] | None
+    names: Weights,
+    config: ModelConfig,
+    hidden: Tensor,
+    routers: list[Tensor] | None,
+    given: Tensor | None = None,
 ) -> Tensor:
     cos, sin = _rope(config, len(hidden), hidden.dtype)
     normed = _norm(hidden, names["input_layernorm.weight"], config)
@@ -80,7 +99,7 @@ def _layer(
     normed = _norm(hidden, names["pre_mlp_layernorm.weight"], config)
     if config.moe is None:
         return hidden + _mlp(names, "mlp", normed)
-    return hidden + _experts(names, config, normed, routers)
+    return hidden + _experts(names, config, normed, routers, given)
 
 
 def _mlp(names: Weights, prefix: str, x: Tensor) -> Tensor:
@@ -89,14 +108,18 @@ def _mlp(names: Weights, prefix: str, x: Tensor) -> Tensor:
 
 
 def _experts(
-    names: Weights, config: ModelConfig, x: Tensor, routers: list[Tensor] | None
+    names: Weights,
+    config: ModelConfig,
+    x: Tensor,
+    routers: list[Tensor] | None,
+    given: Tensor | None,
 ) -> Tensor:
     """Every expert on every token, weighed by the router: what dropless dispatching comes to."""
     moe = config.moe
     logits = x @ names["mlp.router.weight"].t()
     if routers is not None:
         routers.append(logits)
-    chosen = chosen_experts(config, logits, names.get("mlp.router.expert_bias"))
+    chosen = chosen_experts(config, logits, names.get("mlp.router.expert_bias"), given)
     scores = logits.softmax(-1) if moe.score_function == "softmax" else logits.sigmoid()
     scores = torch.where(chosen, scores, 0)
     if moe.topk > 1:
@@ -110,10 +133,17 @@ def _experts(
     return output
 
 
-def chosen_experts(config: ModelConfig, logits: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``[tokens, experts]`` bool: the best of each token; the bias chooses but does not weigh."""
+def chosen_experts(
+    config: ModelConfig, logits: Tensor, bias: Tensor | None = None, given: Tensor | None = None
+) -> Tensor:
+    """``[tokens, experts]`` bool: the best of each token; the bias chooses but does not weigh.
+
+    Of the first tokens those that are ``given``, ``[tokens or fewer, top-k]``.
+    """
     scores = logits.softmax(-1) if config.moe.score_function == "softmax" else logits.sigmoid()
     best = (scores if bias is None else scores + bias).topk(config.moe.topk, -1).indices
+    if given is not None:
+        best = torch.cat((given, best[len(given) :]))
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, best, True)
 
 
@@ -148,7 +178,12 @@ def _router_losses(
     return total
 
 
-def _update_biases(config: ModelConfig, weights: Weights, routers: list[list[Tensor]]) -> None:
+def _update_biases(
+    config: ModelConfig,
+    weights: Weights,
+    routers: list[list[Tensor]],
+    routes: list[Tensor | None],
+) -> None:
     """Moves each expert's bias towards an even load, once a step."""
     if config.moe is None or not config.moe.expert_bias:
         return
@@ -156,8 +191,11 @@ def _update_biases(config: ModelConfig, weights: Weights, routers: list[list[Ten
     layers += [f"mtp.layers.{depth}.mtp_model_layer." for depth in range(config.mtp_num_layers)]
     for layer, prefix in enumerate(layers):
         bias = weights[f"{prefix}mlp.router.expert_bias"]
-        logits = torch.cat([sample[layer].detach() for sample in routers])
-        counts = chosen_experts(config, logits, bias).sum(0).float()
+        chosen = []
+        for sample, given in zip(routers, routes, strict=True):
+            replayed = None if given is None or layer >= config.num_layers else given[:, layer]
+            chosen.append(chosen_experts(config, sample[layer].detach(), bias, replayed))
+        counts = torch.cat(chosen).sum(0).float()
         bias += config.moe.expert_bias_update_rate * (counts.mean() - counts).sign()
 
 
@@ -222,6 +260,7 @@ def train(
     sample_loss: Callable[[Tensor, int, int], tuple[Tensor, int]] | None = None,
     packs: list[list[tuple[int, ...]]] | None = None,
     batch_loss: Callable[[list[Tensor], int], tuple[Tensor, int]] | None = None,
+    routes: list[list[np.ndarray]] | None = None,
 ) -> dict[str, object]:
     """Trains for one step a batch; the loss is the mean over the batch's target tokens.
 
@@ -230,6 +269,8 @@ def train(
             of the sample's target tokens, and how many they are; cross-entropy by default.
         packs: For each batch the samples of each micro-batch, for the router's ``aux_loss``.
         batch_loss: Instead, from the logits of all samples and batch, a sum and what divides it.
+        routes: For each batch and sample the experts to use; the routers' own by default. The
+            load-balancing losses are about the routers' own in any case.
 
     Returns:
         ``losses`` and ``norms`` by step, ``mtp_losses`` by step and depth, ``grads`` by step and
@@ -249,9 +290,12 @@ def train(
     for index, batch in enumerate(batches):
         optimizer.zero_grad()
         routers: list[list[Tensor]] = [[] for _ in batch]
+        given: list[Tensor | None] = [None] * len(batch)
+        if routes is not None:
+            given = [torch.tensor(one, dtype=torch.int64) for one in routes[index]]
         of_depths = [
-            forward_ahead(weights, config, torch.tensor(ids), of_sample)
-            for ids, of_sample in zip(batch, routers, strict=True)
+            forward_ahead(weights, config, torch.tensor(ids), of_sample, of_tokens)
+            for ids, of_sample, of_tokens in zip(batch, routers, given, strict=True)
         ]
         outputs = [logits[0] for logits in of_depths]
         total, num_tokens = torch.zeros(()), 0
@@ -274,7 +318,7 @@ def train(
         grads.append({k: w.grad.numpy().copy() for k, w in trained.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), clip)))
         optimizer.step()
-        _update_biases(config, weights, routers)
+        _update_biases(config, weights, routers, given)
     return {
         "losses": losses,
         "mtp_losses": ahead,

@@ -85,6 +85,18 @@ def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     assert float(loss) == pytest.approx(saved[0], rel=1e-5)
 
 
+def test_rl_with_replayed_routes_trains(tmp_path):
+    config = f"--config={ROOT / 'configs' / 'rl_r3.yaml'}"
+    done = cli("fit", config, "--trainer.max_steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = re.findall(r"step (\d+) \| loss (-?[\d.]+) \| ([\d,]+) tokens", done.stdout)
+    assert [step for step, *_ in steps] == ["1", "2"]
+    # Routes that are not the model's are refused: they are looked at.
+    done = cli("fit", config, "--data.init_args.rollouts.num_layers=3", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "has [3, 2] values a token" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["moe_small"])
 def test_a_small_twin_trains(tmp_path, name):
     config = str(ROOT / "configs" / f"{name}.yaml")
@@ -193,6 +205,7 @@ def help_of(*arguments: str, cwd: Path) -> str:
         ("--model.help", "lightning_dcp.DynamicCPModule"),
         ("--data.help", "lightning_dcp.TextDataModule"),
         ("--data.help", "lightning_dcp.SyntheticDataModule"),
+        ("--data.help", "lightning_dcp.ParquetDataModule"),
         ("--trainer.strategy.help", "lightning_dcp.DynamicCPStrategy"),
     ],
 )

@@ -5,7 +5,7 @@ Importing the package makes the strategy name ``dynamic_cp`` known to Lightning.
 
 from lightning_dcp import _megatron
 from lightning_dcp.callbacks import StepReport
-from lightning_dcp.data import SyntheticDataModule, TextDataModule
+from lightning_dcp.data import ParquetDataModule, SyntheticDataModule, TextDataModule
 from lightning_dcp.engine import OptimizerSettings
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import ModelConfig, MoEConfig, Recompute
@@ -38,6 +38,7 @@ __all__ = [
     "ModelConfig",
     "Objective",
     "OptimizerSettings",
+    "ParquetDataModule",
     "Plan",
     "PlanError",
     "PolicyLoss",

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lightning_dcp.engine import OptimizerSettings, StepResult
 from lightning_dcp.model import (
+    ROUTES,
     HiddenStates,
     ModelConfig,
+    RouteShape,
     build_model,
     hidden_states,
     model_chunks,
@@ -63,6 +65,10 @@ class DynamicCPModule(LightningModule):
             multi-token prediction are always fused.
         predict_everywhere: Whether ``predict`` gives its results to all ranks, not to the first
             alone.
+        replay_routes: Whether a batch's ``routed_experts`` take the place of the routers' choices,
+            in a model with ``moe.router_replay``; False ignores them.
+        record_routes: Whether ``predict`` gives ``routed_experts``, the experts that each layer
+            sent each token to; needs ``moe.router_replay``.
 
     ``self.model`` is the Megatron-Core model, None until the Trainer starts; ``self.last_step`` is
     what the last training step gave: loss, tokens and the plan that ran.
@@ -80,6 +86,8 @@ class DynamicCPModule(LightningModule):
         objective: Objective | None = None,
         fused_loss: bool = True,
         predict_everywhere: bool = False,
+        replay_routes: bool = True,
+        record_routes: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(model, ModelConfig):
@@ -89,6 +97,12 @@ class DynamicCPModule(LightningModule):
         if objective is None:
             objective = ValueLoss() if model.head == "value" else SFT()
         refuse(Run(model=model, objective=objective))
+        if record_routes and RouteShape.of(model) is None:
+            raise ValueError(
+                "record_routes=True needs a model whose routers can be asked: set "
+                "router_replay=True in ModelConfig(moe=MoEConfig(...)), found "
+                + ("moe=None." if model.moe is None else "router_replay=False.")
+            )
         self.model_config = model
         self.optimizer_settings = optimizer
         self.lr_schedule = lr_schedule
@@ -96,6 +110,8 @@ class DynamicCPModule(LightningModule):
         self.objective = objective
         self.fused_loss = fused_loss
         self.predict_everywhere = predict_everywhere
+        self.replay_routes = replay_routes
+        self.record_routes = record_routes
         self.model: torch.nn.Module | None = None
         self.last_step: StepResult | None = None
         self._built_on: Any = None
@@ -104,6 +120,17 @@ class DynamicCPModule(LightningModule):
     def vocab_size(self) -> int | None:
         """Token ids are below this; None leaves them unchecked."""
         return self.model_config.vocab_size
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """What the model's routes look like; None where routers neither replay nor record."""
+        return RouteShape.of(self.model_config)
+
+    def batch_to_run(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch without ``routed_experts`` that are not to be replayed."""
+        if self.replay_routes or not isinstance(batch, Mapping) or ROUTES not in batch:
+            return batch
+        return {key: value for key, value in batch.items() if key != ROUTES}
 
     @property
     def _strategy(self) -> DynamicCPStrategy:
@@ -288,8 +315,10 @@ class DynamicCPModule(LightningModule):
             What :meth:`predict_micro_batch` gave, by name jagged ``[num_samples, length*, ...]``:
             at each token the output about that token, 0 where it is no target, as the first of a
             sequence never is; of a value head ``values`` at every token, each that of the sequence
-            up to and with this token. With the batch's ``sample_id``, if it has one. An empty dict
-            on all ranks but the first, unless ``predict_everywhere``.
+            up to and with this token. With the batch's ``sample_id``, if it has one, and with
+            ``record_routes`` the ``routed_experts`` of every token, ``[..., MoE layers, top-k]``,
+            uint8 or, of more than 256 experts, int16. An empty dict on all ranks but the first,
+            unless ``predict_everywhere``.
         """
         outputs = self._strategy.predict_on(batch, everywhere=self.predict_everywhere)
         if outputs and "sample_id" in batch:

@@ -53,7 +53,7 @@ from lightning_dcp.engine import (
     load_full_optimizer_state,
     wrap_chunks,
 )
-from lightning_dcp.model import Recompute, model_chunks
+from lightning_dcp.model import Recompute, check_routers, model_chunks
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.parallel import (
     ParallelContext,
@@ -320,6 +320,7 @@ class DynamicCPStrategy(ParallelStrategy):
         self.model_to_device()
         assert module.model is not None
         chunks = model_chunks(module.model)
+        check_routers(chunks, module.routes, self.context.sizes)
         self._remove_hooks = [install_cp_hooks(chunk) for chunk in chunks]
         if trainer.state.fn == TrainerFn.FITTING:
             self._ddp = wrap_chunks(
@@ -477,8 +478,9 @@ class DynamicCPStrategy(ParallelStrategy):
     ) -> PlannedBatch:
         objective, vocab_size = self._module.objective, self._module.vocab_size
         return engine.prepare(
-            batch,
+            self._module.batch_to_run(batch),
             vocab_size=vocab_size,
+            routes=self._module.routes,
             target_extras=[extra.key for extra in objective.extras],
             lookahead=lookahead,
             check=partial(objective.check, vocab_size=vocab_size),
@@ -534,12 +536,15 @@ class DynamicCPStrategy(ParallelStrategy):
         if self.engine is None:
             raise RuntimeError("predict_on works inside predict_step only.")
         module = self._module
-        planned = self.engine.prepare(batch, vocab_size=module.vocab_size)
+        planned = self.engine.prepare(
+            module.batch_to_run(batch), vocab_size=module.vocab_size, routes=module.routes
+        )
         return self.engine.predict_step(
             planned,
             module.predict_micro_batch,
             everywhere=everywhere,
             of_own_token=module.of_own_token,
+            record_routes=module.record_routes,
             model=module.model,
         )
 

@@ -87,3 +87,16 @@ def test_refuses_ids_that_are_no_integers(key):
     sample = {"input_ids": torch.ones(2).long(), "labels": torch.ones(2).long(), key: torch.ones(2)}
     with pytest.raises(TypeError, match=f"sample 0: {key} must be integers, found torch.float32"):
         collate_jagged([sample])
+
+
+def test_routes_may_lack_those_of_a_samples_last_token():
+    samples = [
+        {"input_ids": [1, 2, 3], "routed_experts": torch.ones(2, 1, 2, dtype=torch.uint8)},
+        {"input_ids": [4], "routed_experts": torch.ones(1, 1, 2, dtype=torch.uint8)},
+    ]
+    batch = collate_jagged(samples)
+    assert batch["routed_experts"].offsets().diff().tolist() == [2, 1]
+    assert batch["routed_experts"].dtype == torch.uint8
+    assert batch["input_ids"].offsets().diff().tolist() == [3, 1]
+    with pytest.raises(ValueError, match="sample 0: routed_experts has 2 rows for 3 input_ids"):
+        collate_jagged(samples, may_lack_last=())

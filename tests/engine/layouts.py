@@ -26,6 +26,7 @@ from lightning_dcp.model import (
     ModelConfig,
     MoEConfig,
     Recompute,
+    RouteShape,
     build_model,
     hidden_states,
     model_chunks,
@@ -127,15 +128,31 @@ def batches(lengths: list[list[int]] = LENGTHS) -> list[list[list[int]]]:
     return [[generator.integers(0, 61, n).tolist() for n in batch] for batch in lengths]
 
 
-def jagged(batch: list[list[int]]) -> dict[str, torch.Tensor]:
+def jagged(
+    batch: list[list[int]], routes: list[np.ndarray] | None = None
+) -> dict[str, torch.Tensor]:
     rows = [torch.tensor(ids) for ids in batch]
-    return {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+    made = {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+    if routes is not None:
+        experts = [torch.from_numpy(one) for one in routes]
+        offsets = torch.tensor([0, *np.cumsum([len(one) for one in experts])])
+        made["routed_experts"] = torch.nested.nested_tensor_from_jagged(torch.cat(experts), offsets)
+    return made
+
+
+Routes = list[list[np.ndarray]]
 
 
 def train(
-    layout: Layout, config: ModelConfig, lengths: list[list[int]] = LENGTHS
+    layout: Layout,
+    config: ModelConfig,
+    lengths: list[list[int]] = LENGTHS,
+    routes: Routes | None = None,
 ) -> dict[str, Any]:
-    """Trains three steps on this rank's layout; numbers are whole, as on one process."""
+    """Trains three steps on this rank's layout; numbers are whole, as on one process.
+
+    ``routes`` are experts to replay, by batch and sample.
+    """
     context = setup_parallel(layout.sizes)
     try:
         model = build_model(config, context, seed=1, recompute=layout.recompute)
@@ -177,9 +194,12 @@ def train(
             "router_losses": [],
         }
         cp_sizes = set()
-        for batch in batches(lengths):
+        for index, batch in enumerate(batches(lengths)):
             planned = engine.prepare(
-                jagged(batch), vocab_size=config.vocab_size, lookahead=config.mtp_num_layers
+                jagged(batch, None if routes is None else routes[index]),
+                vocab_size=config.vocab_size,
+                lookahead=config.mtp_num_layers,
+                routes=RouteShape.of(config),
             )
             cp_sizes |= set(planned.plan.cp_sizes())
             found["num_steps"].append(len(planned.plan.steps))
@@ -220,17 +240,24 @@ def check(
     config: ModelConfig,
     *,
     lengths: list[list[int]] = LENGTHS,
+    routes: Routes | None = None,
     timeout: float = 120,
 ) -> dict[str, Any]:
     """The layout's numbers are those of the plain reference, from the same initial weights."""
     (single,) = run_distributed(start_of, 1, config)
-    results = run_distributed(train, layout.world, layout, config, lengths, timeout=timeout)
+    results = run_distributed(train, layout.world, layout, config, lengths, routes, timeout=timeout)
     found = results[0]
     assert set(found["start"]) == set(single)
     for name, value in single.items():
         np.testing.assert_array_equal(found["start"][name], value, err_msg=name)
     wanted = reference.train(
-        single, config, batches(lengths), clip=CLIP, packs=found["packs"], **SETTINGS
+        single,
+        config,
+        batches(lengths),
+        clip=CLIP,
+        packs=found["packs"],
+        routes=routes,
+        **SETTINGS,
     )
     for key in ("losses", "mtp_losses"):
         np.testing.assert_allclose(found[key], wanted[key], rtol=1e-5)

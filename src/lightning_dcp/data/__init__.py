@@ -1,8 +1,10 @@
-"""DataModules that emit jagged batches: text from files, and synthetic tokens."""
+"""DataModules that emit jagged batches: text and parquet files, and synthetic tokens."""
 
 from lightning_dcp.data.collate import collate_jagged
 from lightning_dcp.data.lengths import LengthDistribution, LengthTable, read_length_file
+from lightning_dcp.data.parquet import ParquetDataModule
 from lightning_dcp.data.pieces import DocumentCounts
+from lightning_dcp.data.rollouts import SyntheticRollouts
 from lightning_dcp.data.synthetic import SyntheticDataModule
 from lightning_dcp.data.text import TextDataModule
 from lightning_dcp.data.tokenizers import ByteTokenizer, load_tokenizer
@@ -12,7 +14,9 @@ __all__ = [
     "DocumentCounts",
     "LengthDistribution",
     "LengthTable",
+    "ParquetDataModule",
     "SyntheticDataModule",
+    "SyntheticRollouts",
     "TextDataModule",
     "collate_jagged",
     "load_tokenizer",

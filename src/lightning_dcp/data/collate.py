@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dcp.model import ROUTES
+
 _INTEGER_KEYS = ("input_ids", "labels")
 
 
-def collate_jagged(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def collate_jagged(
+    samples: Sequence[Mapping[str, Any]], *, may_lack_last: Collection[str] = (ROUTES,)
+) -> dict[str, Tensor]:
     """Puts samples of different lengths together to one batch, without padding.
 
     Args:
@@ -19,11 +23,13 @@ def collate_jagged(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
             ``[length]``. A tensor of one dimension or more is per token: ``[length, ...]``, with
             the length of the sample's ``input_ids``. A number or a tensor without dimensions is
             per sample.
+        may_lack_last: Per-token keys that may have one row less than a sample has tokens.
 
     Returns:
         Per-token keys as jagged NestedTensors, contiguous, ``[num_samples, length, ...]``, which
-        all share one offsets tensor; per-sample keys as dense tensors, ``[num_samples]``.
-        ``input_ids`` and ``labels`` are int64; the others keep their dtype.
+        all share one offsets tensor but where last rows are lacking; per-sample keys as dense
+        tensors, ``[num_samples]``. ``input_ids`` and ``labels`` are int64; the others keep their
+        dtype.
 
     Raises:
         ValueError: No samples, an empty one, different keys, or a per-token value whose length is
@@ -36,17 +42,27 @@ def collate_jagged(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         {key: _as_tensor(index, key, value) for key, value in sample.items()}
         for index, sample in enumerate(samples)
     ]
-    lengths = [_checked_length(index, sample, tensors[0]) for index, sample in enumerate(tensors)]
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor(lengths), 0, out=offsets[1:])
+    lengths = [
+        _checked_length(index, sample, tensors[0], may_lack_last)
+        for index, sample in enumerate(tensors)
+    ]
+    offsets = _offsets(lengths)
     batch = {}
     for key, first in tensors[0].items():
         values = [sample[key] for sample in tensors]
         if first.dim() == 0:
             batch[key] = torch.stack(values)
         else:
-            batch[key] = torch.nested.nested_tensor_from_jagged(torch.cat(values), offsets)
+            rows = [len(value) for value in values]
+            own = offsets if rows == lengths else _offsets(rows)
+            batch[key] = torch.nested.nested_tensor_from_jagged(torch.cat(values), own)
     return batch
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(torch.tensor(lengths), 0, out=offsets[1:])
+    return offsets
 
 
 def _as_tensor(index: int, key: str, value: Any) -> Tensor:
@@ -58,7 +74,12 @@ def _as_tensor(index: int, key: str, value: Any) -> Tensor:
     return tensor
 
 
-def _checked_length(index: int, sample: dict[str, Tensor], first: dict[str, Tensor]) -> int:
+def _checked_length(
+    index: int,
+    sample: dict[str, Tensor],
+    first: dict[str, Tensor],
+    may_lack_last: Collection[str],
+) -> int:
     """The length of a sample, after every key was held against it and against the first sample."""
     if "input_ids" not in sample:
         raise ValueError(f"sample {index} has no input_ids, only {sorted(sample)}")
@@ -76,7 +97,8 @@ def _checked_length(index: int, sample: dict[str, Tensor], first: dict[str, Tens
                 f"sample {index}: {key} has the shape {list(value.shape)}, in sample 0 it has"
                 f" {list(first[key].shape)}: only the first dimension may differ"
             )
-        if value.dim() and len(value) != length:
+        allowed = {length, length - 1} if key in may_lack_last else {length}
+        if value.dim() and len(value) not in allowed:
             raise ValueError(
                 f"sample {index}: {key} has {len(value)} rows for {length} input_ids: a per-token"
                 " value needs one row a token, a per-sample value must have no dimensions"

@@ -20,6 +20,7 @@ from lightning_dcp.data.loaders import (
     global_batch_loader,
     predict_loader,
 )
+from lightning_dcp.data.rollouts import SyntheticRollouts
 
 _TRAIN, _VAL, _LANGUAGE = 0, 1, 2  # streams of random numbers of one seed
 _PREDICTABLE = 0.75
@@ -39,12 +40,20 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
         vocab_size: Token ids are below it.
         seed: Of the language and the samples.
         stream: Samples of different streams of a seed are different, their language is the same.
+        rollouts: What each sample has beside its tokens.
     """
 
     def __init__(
-        self, lengths: NDArray[np.int64], *, vocab_size: int, seed: int, stream: int
+        self,
+        lengths: NDArray[np.int64],
+        *,
+        vocab_size: int,
+        seed: int,
+        stream: int,
+        rollouts: SyntheticRollouts | None = None,
     ) -> None:
         self.lengths = lengths
+        self._rollouts = rollouts
         self._circle = np.random.default_rng([seed, _LANGUAGE]).permutation(vocab_size)
         self._seed = (seed, stream)
 
@@ -60,7 +69,10 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
         steps = np.arange(length)
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
         positions = (targets[last_jump] + steps - last_jump) % vocab_size
-        return {"input_ids": torch.from_numpy(self._circle[positions].astype(np.int64))}
+        sample = {"input_ids": torch.from_numpy(self._circle[positions].astype(np.int64))}
+        if self._rollouts is not None:
+            sample |= self._rollouts.draw(length, vocab_size, rng)
+        return sample
 
 
 class SyntheticDataModule(LightningDataModule):
@@ -84,6 +96,8 @@ class SyntheticDataModule(LightningDataModule):
         num_workers: Processes that make batches, on each rank; 0: the training process does.
         predict_split: Whose samples ``predict`` runs on, in order: the training or the validation
             data.
+        rollouts: Old log-probabilities, advantages and routes beside the tokens, to try
+            reinforcement learning on; none by default.
 
     Attributes:
         num_clipped: Training and validation samples that ``max_length`` or ``min_length`` changed;
@@ -104,6 +118,7 @@ class SyntheticDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 2,
         predict_split: PredictSplit = "train",
+        rollouts: SyntheticRollouts | None = None,
     ) -> None:
         super().__init__()
         check_counts(
@@ -129,6 +144,7 @@ class SyntheticDataModule(LightningDataModule):
         self._min_length = min_length
         self._seed = seed
         self._num_workers = num_workers
+        self._rollouts = rollouts
         self._predict_split = check_predict_split(predict_split)
         self._train_set: SyntheticTokens | None = None
         self._val_set: SyntheticTokens | None = None
@@ -147,7 +163,11 @@ class SyntheticDataModule(LightningDataModule):
             lengths = np.clip(drawn, self._min_length, self.max_length)
             self.num_clipped += int((lengths != drawn).sum())
             tokens = SyntheticTokens(
-                lengths, vocab_size=self.vocab_size, seed=self._seed, stream=stream
+                lengths,
+                vocab_size=self.vocab_size,
+                seed=self._seed,
+                stream=stream,
+                rollouts=self._rollouts,
             )
             if stream == _TRAIN:
                 self._train_set = tokens

@@ -22,7 +22,8 @@ from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.engine.mtp_losses import collect_mtp_losses
 from lightning_dcp.engine.pipeline import run_pipeline
 from lightning_dcp.engine.router_losses import collect_router_losses
-from lightning_dcp.model import model_chunks
+from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes, routes_of
+from lightning_dcp.model import ROUTES, RouteShape, check_routes, model_chunks
 from lightning_dcp.packing import (
     IGNORE_INDEX,
     GlobalBatch,
@@ -85,6 +86,7 @@ class PlannedBatch:
         plan_wait: Seconds that this rank had to wait for the plan.
         target_extras: Keys whose values micro-batches get by target as well.
         lookahead: Depths of multi-token prediction that micro-batches carry ids and labels for.
+        routes: What the model's routes look like, if it replays or records any.
     """
 
     batch: GlobalBatch
@@ -92,6 +94,7 @@ class PlannedBatch:
     plan_wait: float = 0.0
     target_extras: tuple[str, ...] = ()
     lookahead: int = 0
+    routes: RouteShape | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class DynamicCPEngine:
         lookahead: int = 0,
         check: Callable[[GlobalBatch], None] | None = None,
         keep_together: str | None = None,
+        routes: RouteShape | None = None,
     ) -> PlannedBatch:
         """Checks a global batch, compares it over all ranks and plans it; a collective.
 
@@ -158,22 +162,26 @@ class DynamicCPEngine:
             check: Raises a ValueError or TypeError for a batch that the loss cannot use.
             keep_together: Key of a dense tensor ``[num_samples]`` of ints: samples with equal ones
                 go into the same micro-batch.
+            routes: What the model's routes look like; None if it replays none. A batch's
+                ``routed_experts`` are then replayed; each sample may lack its last token's.
 
         Raises:
-            TypeError: As ``read_global_batch`` and ``check``, or no such tensor.
-            ValueError: As ``read_global_batch``, ``plan_global_batch`` and ``check``, or the ranks
-                hold different batches. What is wrong on one rank is an error on every rank.
+            TypeError: As ``read_global_batch``, ``check`` and ``check_routes``, or there is no such
+                tensor ``keep_together``.
+            ValueError: As these and ``plan_global_batch``, or the ranks hold different batches.
+                What is wrong on one rank is an error on every rank.
         """
         prepared: PlannedBatch | None = None
         units: UnitIds = None
         error: Exception | None = None
         try:
-            read = read_global_batch(batch, vocab_size=vocab_size)
+            read = read_global_batch(batch, vocab_size=vocab_size, may_lack_last=(ROUTES,))
             if check is not None:
                 check(read)
+            check_routes(read, routes, part=(dist.get_rank(), dist.get_world_size()))
             units = _units_of(read, keep_together)
             plan, wait = self.ahead.get(read.lengths, units)
-            prepared = PlannedBatch(read, plan, wait, tuple(target_extras), lookahead)
+            prepared = PlannedBatch(read, plan, wait, tuple(target_extras), lookahead, routes)
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
@@ -207,8 +215,15 @@ class DynamicCPEngine:
         static = self.settings.planner == "static"
         return self.settings.context_parallel_size if static else None
 
-    def micro_batches(self, planned: PlannedBatch) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, one a step of the plan, bound and on its device."""
+    def micro_batches(
+        self, planned: PlannedBatch, recorded: RecordedRoutes | None = None
+    ) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, one a step of the plan, bound and on its device.
+
+        Args:
+            planned: From :meth:`prepare`.
+            recorded: Gets what routers record of each of them; None to record nothing.
+        """
         rank = self.context.pool_rank
         totals = self._totals(planned)
         for step, is_filler in self._steps(planned.plan):
@@ -226,11 +241,16 @@ class DynamicCPEngine:
             if is_filler:
                 _empty(micro_batch)
             micro_batch.to(self.context.device, non_blocking=True)
+            records = recorded is not None and not is_filler
+            routes = routes_of(micro_batch, planned.batch, planned.routes, record=records)
+            if recorded is not None and records:
+                recorded.append((routes, micro_batch.layout.num_rows))
             yield bind_micro_batch(
                 micro_batch,
                 self.context.cp_groups,
                 batch_totals=replace(totals, targets=0) if is_filler else totals,
                 max_rows_of_step=self._most_rows(planned.plan, step),
+                routes=routes,
             )
 
     def _totals(self, planned: PlannedBatch) -> BatchTotals:
@@ -346,10 +366,11 @@ class DynamicCPEngine:
         last_stage: Callable[[MicroBatch], Tensor],
         *,
         no_sync: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+        recorded: RecordedRoutes | None = None,
     ) -> None:
         run_pipeline(
             chunks,
-            self.micro_batches(planned),
+            self.micro_batches(planned, recorded),
             last_stage,
             self.context,
             num_micro_batches=len(self._steps(planned.plan)),
@@ -394,6 +415,7 @@ class DynamicCPEngine:
         *,
         everywhere: bool = False,
         of_own_token: Collection[str] = (),
+        record_routes: bool = False,
         model: torch.nn.Module | None = None,
     ) -> dict[str, Tensor]:
         """Outputs of every target, in the order of the batch; every rank must take part.
@@ -403,6 +425,7 @@ class DynamicCPEngine:
             micro_batch_outputs: Gives outputs by name, ``[rows, ...]``, of a micro-batch.
             everywhere: Give the result to all ranks and not to rank 0 alone.
             of_own_token: Names of outputs that are about the row's own token, not its target.
+            record_routes: Give ``routed_experts`` too, the experts that each token was sent to.
             model: This rank's part of the model; needed for a pipeline alone.
 
         Returns:
@@ -416,24 +439,39 @@ class DynamicCPEngine:
                 rows.append(outputs)
             return torch.zeros((), device=self.context.device)
 
-        self._run_forward(planned, last_stage, model)
-        return collect_outputs(
-            rows, planned.plan, self.context, everywhere=everywhere, of_own_token=of_own_token
+        shape = planned.routes if record_routes else None
+        recorded: RecordedRoutes | None = None if shape is None else []
+        self._run_forward(planned, last_stage, model, recorded)
+        if shape is not None and recorded is not None:
+            for index, (routes, num_rows) in enumerate(recorded):
+                experts = recorded_routes(routes, num_rows, shape, self.context)
+                if rows:
+                    rows[index][ROUTES] = experts
+        outputs = collect_outputs(
+            rows,
+            planned.plan,
+            self.context,
+            everywhere=everywhere,
+            of_own_token={*of_own_token, ROUTES},
         )
+        if shape is not None and outputs:
+            outputs[ROUTES] = as_routes(outputs[ROUTES], shape)
+        return outputs
 
     def _run_forward(
         self,
         planned: PlannedBatch,
         last_stage: Callable[[MicroBatch], Tensor],
         model: torch.nn.Module | None,
+        recorded: RecordedRoutes | None = None,
     ) -> None:
         if not self._is_pipeline:
-            for micro_batch in self.micro_batches(planned):
+            for micro_batch in self.micro_batches(planned, recorded):
                 last_stage(micro_batch)
             return
         if model is None:
             raise ValueError("A pipeline's stages need the model: give model=.")
-        self._run_pipeline(model_chunks(model), planned, last_stage)
+        self._run_pipeline(model_chunks(model), planned, last_stage, recorded=recorded)
 
 
 def _empty(micro_batch: MicroBatch) -> None:

@@ -4,14 +4,20 @@ from lightning_dcp.model.build import build_gpt_model, build_model, model_chunks
 from lightning_dcp.model.config import ModelConfig, Recompute
 from lightning_dcp.model.moe_config import MoEConfig
 from lightning_dcp.model.outputs import HiddenStates, hidden_states, stage_output, whole_logits
+from lightning_dcp.model.router_replay import check_routers
+from lightning_dcp.model.routes import ROUTES, RouteShape, check_routes
 
 __all__ = [
+    "ROUTES",
     "HiddenStates",
     "MoEConfig",
     "ModelConfig",
     "Recompute",
+    "RouteShape",
     "build_gpt_model",
     "build_model",
+    "check_routers",
+    "check_routes",
     "hidden_states",
     "model_chunks",
     "stage_output",

@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from lightning_dcp.model.router_replay import PackedRouterReplay, moe_layer_index
 from lightning_dcp.parallel.binding import BoundSequences
 
 
@@ -36,12 +37,42 @@ class PackedTopKRouter(TopKRouter):
         loss_sums: Of each loss, what this rank added to the step so far: summed over the ranks that
             share the rows and the micro-batches, and divided by the tokens or sequences of the
             global batch, it is the loss's mean without its coefficient.
+        router_replay: Its replay, a :class:`PackedRouterReplay`; None where there is none.
     """
+
+    router_replay: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sequences: BoundSequences | None = None
         self.loss_sums: dict[str, Tensor] = {}
+        if self.router_replay is not None:
+            self.router_replay = PackedRouterReplay.in_place_of(self.router_replay)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As Megatron-Core's, with the routes that the micro-batch brings for this layer."""
+        replay = self.router_replay
+        result: tuple[Tensor, Tensor]
+        if replay is None or self.sequences is None or self.is_mtp_layer:
+            result = super().routing(logits, padding_mask)
+            return result
+        routes = self.sequences.routes
+        layer = moe_layer_index(self.config, self.layer_number)
+        num_rows = logits.shape[:-1].numel()
+        if routes.given is not None and routes.has_route is not None:
+            replay.replay(
+                self._rows_here(routes.given[:, layer], num_rows),
+                self._rows_here(routes.has_route, num_rows),
+            )
+        try:
+            result = super().routing(logits, padding_mask)
+            if routes.recorded is not None:
+                num_own = self._num_own_rows(self.sequences.layout.num_rows)
+                # Compact: they stay until the whole global batch has run.
+                routes.recorded[layer] = replay.get_recorded_indices()[:num_own].to(routes.dtype)
+        finally:
+            replay.clear_indices()
+        return result
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attaches the z-loss of this rank's real rows; ``logits`` ``[rows, experts]``."""
@@ -131,11 +162,41 @@ class PackedTopKRouter(TopKRouter):
         Under sequence parallelism they are this rank's slice. Rows that a dispatcher had added at
         the end are padding; they count for sequence 0, with nothing.
         """
-        rows = self._bound.sequence_of_row(device)
-        if self.config.sequence_parallel:
-            size = len(rows) // dist.get_world_size(self.tp_group)
-            rows = rows[size * dist.get_rank(self.tp_group) :][:size]
-        return F.pad(rows, (0, num_rows - len(rows)))
+        return self._rows_here(self._bound.sequence_of_row(device), num_rows)
+
+    def _num_own_rows(self, num_rows: int) -> int:
+        """Of a rank's rows of the micro-batch, those that this router routes."""
+        tp_size = dist.get_world_size(self.tp_group) if self.config.sequence_parallel else 1
+        return num_rows // tp_size
+
+    def _rows_here(self, rows: Tensor, num_rows: int) -> Tensor:
+        """Of values by row of the micro-batch, those of the rows that this router routes.
+
+        Args:
+            rows: ``[rows, ...]`` of the CP rank.
+            num_rows: Rows of the router's logits.
+
+        Returns:
+            ``[num_rows, ...]``: under sequence parallelism this rank's slice; 0 in rows that the
+            all-gather dispatcher had added at the end.
+
+        Raises:
+            RuntimeError: The router's rows are not those of the micro-batch.
+        """
+        layout, most = self._bound.layout, self._bound.max_rows_of_step
+        own = self._num_own_rows(layout.num_rows)
+        gathers = self.config.moe_token_dispatcher_type == "allgather"
+        allowed = {own, max(own, self._num_own_rows(most))} if gathers else {own}
+        if len(rows) != layout.num_rows or num_rows not in allowed:
+            raise RuntimeError(
+                f"The router of layer {self.layer_number} got {num_rows} rows, and values of "
+                f"{len(rows)}; the micro-batch has {layout.num_rows} rows, of which this rank "
+                f"routes {own}."
+            )
+        if own < len(rows):
+            rows = rows[own * dist.get_rank(self.tp_group) :][:own]
+        added = num_rows - own
+        return F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, added)) if added else rows
 
     def _attach(
         self, activation: Tensor, name: str, loss: Tensor, coefficient: float, per: str

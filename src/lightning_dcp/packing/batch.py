@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class GlobalBatch:
             label at ``i + 1``. ``IGNORE_INDEX`` is no target. The input ids themselves by default.
         loss_mask: Which positions are targets, unshifted; None means all.
         extras: Further keys: jagged ones follow their tokens, dense ones ``[num_samples, ...]``
-            their samples.
+            their samples. Jagged ones that were allowed to may lack a sample's last row.
     """
 
     input_ids: Jagged
@@ -76,7 +76,12 @@ def _token_rows(jagged: Jagged) -> Tensor:
     return jagged.values.index_select(0, torch.from_numpy(index).to(jagged.values.device))
 
 
-def read_global_batch(batch: Mapping[str, Any], *, vocab_size: int | None = None) -> GlobalBatch:
+def read_global_batch(
+    batch: Mapping[str, Any],
+    *,
+    vocab_size: int | None = None,
+    may_lack_last: Collection[str] = (),
+) -> GlobalBatch:
     """Takes a batch of a DataModule apart and refuses what cannot be trained on.
 
     Args:
@@ -84,6 +89,7 @@ def read_global_batch(batch: Mapping[str, Any], *, vocab_size: int | None = None
             the same lengths, jagged extras with the same lengths and any trailing shape, and dense
             per-sample tensors ``[num_samples, ...]``.
         vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
+        may_lack_last: Jagged extras that may have one row less than a sample has tokens.
 
     Raises:
         TypeError: The batch is no mapping, ``input_ids`` is not jagged, or a value no tensor.
@@ -104,7 +110,7 @@ def read_global_batch(batch: Mapping[str, Any], *, vocab_size: int | None = None
             "sequences out in the DataModule."
         )
     rest = {
-        key: _read_key(key, value, batch["input_ids"], tokens)
+        key: _read_key(key, value, batch["input_ids"], tokens, may_lack=int(key in may_lack_last))
         for key, value in batch.items()
         if key != "input_ids"
     }
@@ -117,7 +123,9 @@ def read_global_batch(batch: Mapping[str, Any], *, vocab_size: int | None = None
     return GlobalBatch(tokens, tokens if labels is None else labels, loss_mask, rest)
 
 
-def _read_key(key: str, value: Any, input_ids: Any, tokens: Jagged) -> Jagged | Tensor:
+def _read_key(
+    key: str, value: Any, input_ids: Any, tokens: Jagged, *, may_lack: int
+) -> Jagged | Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(
             f"'{key}' must be a jagged NestedTensor or a tensor [num_samples, ...], found a "
@@ -142,14 +150,16 @@ def _read_key(key: str, value: Any, input_ids: Any, tokens: Jagged) -> Jagged | 
         raise ValueError(
             f"'{key}' has {len(jagged.lengths)} samples, 'input_ids' has {len(tokens.lengths)}."
         )
-    differ = np.flatnonzero(jagged.lengths != tokens.lengths)
+    lacking = tokens.lengths - jagged.lengths
+    differ = np.flatnonzero((lacking < 0) | (lacking > may_lack))
     if len(differ):
         where = int(differ[0])
         raise ValueError(
             f"'{key}' of sample {where} has {jagged.lengths[where]} rows, its 'input_ids' "
-            f"{tokens.lengths[where]} tokens. A jagged key needs one row a token."
+            f"{tokens.lengths[where]} tokens. A jagged key needs one row a token"
+            f"{'; this one may lack the last' if may_lack else ''}."
         )
-    if np.array_equal(jagged.starts, tokens.starts):
+    if not lacking.any() and np.array_equal(jagged.starts, tokens.starts):
         # Stored alike: packing then makes one index for both.
         return Jagged(jagged.values, tokens.starts, tokens.lengths)
     return jagged

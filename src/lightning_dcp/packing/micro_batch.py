@@ -68,8 +68,8 @@ class MicroBatch:
         sample_ids: The samples of the pack, in pack order, as indices into the global batch.
         num_tokens: int64 scalar tensor: target tokens among this rank's rows.
         is_group_leader: Whether this is CP rank 0 of its group.
-        extras: Further keys of the batch: per-token ones ``[rows, ...]`` (0 at padding), per-sample
-            ones ``[samples of the pack, ...]``.
+        extras: Further keys of the batch: per-token ones ``[rows, ...]`` (0 at padding, and at a
+            last token that a key lacks), per-sample ones ``[samples of the pack, ...]``.
         target_extras: Those of them that were asked for, of each row's target: the value that a
             per-token one has at the next token, as ``labels``, or that of the row's sample;
             ``[rows, ...]``, 0 where the row has no target.
@@ -183,6 +183,7 @@ class _RowPicker:
 
     def __init__(self, layout: PackLayout, sample_ids: np.ndarray) -> None:
         self._layout = layout
+        self._lengths = np.asarray(layout.lengths, np.int64)
         self._sample_ids = sample_ids
         self._rows: dict[int, Tensor] = {}
         self._indices: dict[tuple[int, torch.device], Tensor] = {}
@@ -190,10 +191,14 @@ class _RowPicker:
     def __call__(self, jagged: Jagged, *, dtype: torch.dtype | None = None) -> Tensor:
         """``[rows, ...]``: each row's own value, 0 in padding."""
         if id(jagged) not in self._rows:
-            rows = jagged.values.index_select(0, self._index(jagged))
-            padding = self._layout.padding_rows
-            if len(padding):
-                rows.index_fill_(0, _to_device(padding, rows.device), 0)
+            stored = jagged.values
+            if not len(stored):
+                # Nothing but samples of one token, all of which lack it.
+                stored = stored.new_zeros(1, *stored.shape[1:])
+            rows = stored.index_select(0, self._index(jagged))
+            without = self._rows_without_value(jagged)
+            if len(without):
+                rows.index_fill_(0, _to_device(without, rows.device), 0)
             self._rows[id(jagged)] = rows if dtype is None else rows.to(dtype)
         return self._rows[id(jagged)]
 
@@ -268,8 +273,15 @@ class _RowPicker:
             0, _to_device(self._layout.rows_without_a_next_token, device), fill
         )
 
+    def _rows_without_value(self, jagged: Jagged) -> np.ndarray:
+        """Local rows that are padding, or a last token whose value the key lacks."""
+        lengths = jagged.lengths[self._sample_ids]
+        if np.array_equal(lengths, self._lengths):
+            return self._layout.padding_rows
+        return np.flatnonzero(self._layout.positions >= lengths[self._layout.sequence_of_row])
+
     def _index(self, jagged: Jagged) -> Tensor:
-        """Where each local row's token lies in the values; padding points at some token."""
+        """Where each local row's token lies in the values; rows without one point somewhere."""
         key = (id(jagged.starts), jagged.values.device)
         if key not in self._indices:
             starts = jagged.starts[self._sample_ids]
@@ -278,7 +290,7 @@ class _RowPicker:
             sources = starts.astype(np.int32 if small else np.int64)
             index = np.repeat(sources, np.diff(self._layout.row_starts))
             index += self._layout.positions
-            index[self._layout.padding_rows] = sources[0]
+            index[self._rows_without_value(jagged)] = 0
             self._indices[key] = _to_device(index, key[1])
         return self._indices[key]
 

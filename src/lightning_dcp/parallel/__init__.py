@@ -10,10 +10,12 @@ from lightning_dcp.parallel.context import ParallelContext, setup_parallel
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode
 from lightning_dcp.parallel.groups import DynamicCPGroups, cp_sizes_of_pool
 from lightning_dcp.parallel.quiet import quiet_megatron
+from lightning_dcp.parallel.routes import BoundRoutes
 from lightning_dcp.parallel.sizes import ParallelSizes
 
 __all__ = [
     "BatchTotals",
+    "BoundRoutes",
     "BoundSequences",
     "DynamicCPGroups",
     "ParallelContext",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_dcp.packing import Ahead, MicroBatch, PackLayout
 from lightning_dcp.parallel.groups import DynamicCPGroups
+from lightning_dcp.parallel.routes import BoundRoutes
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class BoundSequences(PackedSeqParams):
         batch_totals: Of the global batch that the micro-batch is part of.
         max_rows_of_step: The most rows that any rank has in this step of the plan.
         ahead: For each depth of multi-token prediction, what it reads of this rank's rows.
+        routes: What routers take from the batch and what they leave for predictions.
     """
 
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
     batch_totals: BatchTotals = field(default_factory=lambda: BatchTotals(1, 1, 1))
     max_rows_of_step: int = 0
     ahead: tuple[Ahead, ...] = ()
+    routes: BoundRoutes = field(default_factory=BoundRoutes)
     _on_device: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -94,6 +97,7 @@ def bind_micro_batch(
     *,
     batch_totals: BatchTotals | None = None,
     max_rows_of_step: int | None = None,
+    routes: BoundRoutes | None = None,
 ) -> MicroBatch:
     """Gives a micro-batch its CP group, in Megatron-Core's own type; changes it in place.
 
@@ -107,6 +111,7 @@ def bind_micro_batch(
         batch_totals: Of the global batch; the micro-batch is all of it when None.
         max_rows_of_step: The most rows that any rank has in this step of the plan; this rank's
             own when None.
+        routes: To replay or record; none when None.
     """
     layout = micro_batch.layout
     packed = micro_batch.packed_seq_params
@@ -124,6 +129,7 @@ def bind_micro_batch(
         batch_totals=batch_totals or _totals_of(micro_batch),
         max_rows_of_step=max_rows_of_step or layout.num_rows,
         ahead=micro_batch.ahead,
+        routes=routes or BoundRoutes(),
     )
     return micro_batch
 

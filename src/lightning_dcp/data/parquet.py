@@ -1,0 +1,196 @@
+"""ParquetDataModule: samples with any keys beside their tokens, such as rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, override
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dcp.data.documents import find_files
+from lightning_dcp.data.loaders import check_counts, global_batch_loader, predict_loader
+from lightning_dcp.requirements import PYARROW_AVAILABLE
+
+
+class ParquetDataModule(LightningDataModule):
+    """Samples from parquet files as jagged global batches, each column a key of the batch.
+
+    A row is a sample. A column of lists holds a value a token (``[length, ...]`` where the lists
+    hold fixed lists), one of numbers a value a sample. What
+    :class:`~lightning_dcp.PredictionWriter` wrote can be read back, with its log-probabilities as
+    those of the old policy: ``columns={"log_probs": "old_log_probs"}``. Columns are held in memory.
+
+    Args:
+        data: Paths or globs, ``**`` for any depth of folders.
+        columns: Key of the batch by column, to rename some; the others keep their names.
+        leave_out: Columns that are not read.
+        global_batch_size: Samples in one optimizer step, over all ranks.
+        shuffle: Whether each epoch has another order.
+        seed: Seed of the order.
+        num_workers: Processes that make batches, on each rank; 0: the training process does.
+
+    Attributes:
+        max_length: Tokens of the longest sample; None before ``setup``.
+
+    Raises:
+        ModuleNotFoundError: There is no pyarrow.
+        ValueError: No file, no ``input_ids``, a column that is not there or lacks a value, or files
+            whose columns differ.
+    """
+
+    def __init__(
+        self,
+        data: Sequence[str] | str,
+        *,
+        columns: Mapping[str, str] | None = None,
+        leave_out: Sequence[str] = (),
+        global_batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 2,
+    ) -> None:
+        super().__init__()
+        check_counts(
+            global_batch_size=(global_batch_size, 1), seed=(seed, 0), num_workers=(num_workers, 0)
+        )
+        if not PYARROW_AVAILABLE:
+            raise ModuleNotFoundError(f"ParquetDataModule reads parquet: {PYARROW_AVAILABLE}")
+        self.global_batch_size = global_batch_size
+        self.max_length: int | None = None
+        self._patterns = [data] if isinstance(data, str) else list(data)
+        self._names = dict(columns or {})
+        self._leave_out = tuple(leave_out)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._num_workers = num_workers
+        self._samples: ParquetSamples | None = None
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        if self._samples is None:
+            files = find_files(self._patterns, option="data")
+            self._samples = ParquetSamples(files, names=self._names, leave_out=self._leave_out)
+            self.max_length = int(self._samples.lengths.max(initial=0))
+        if stage in (None, "fit") and len(self._samples) < self.global_batch_size:
+            raise ValueError(
+                f"data={self._patterns} has {len(self._samples)} samples, fewer than "
+                f"global_batch_size={self.global_batch_size}: there is no full batch to train on."
+            )
+
+    def _ready(self) -> ParquetSamples:
+        if self._samples is None:
+            raise RuntimeError("ParquetDataModule has no data yet: call setup() first")
+        return self._samples
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(shuffle=self._shuffle, drop_last=True)
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Every sample once, in order, with its index as ``sample_id`` unless it has one."""
+        if "sample_id" in self._ready().keys:
+            return self._loader(shuffle=False, drop_last=False)
+        return predict_loader(
+            self._ready(), global_batch_size=self.global_batch_size, num_workers=self._num_workers
+        )
+
+    def _loader(self, *, shuffle: bool, drop_last: bool) -> DataLoader[Any]:
+        return global_batch_loader(
+            self._ready(),
+            global_batch_size=self.global_batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=self._seed,
+            num_workers=self._num_workers,
+        )
+
+
+class ParquetSamples(Dataset[dict[str, Tensor]]):
+    """The rows of parquet files.
+
+    Args:
+        files: Paths.
+        names: Key of a sample by column, for columns whose name is another.
+        leave_out: Columns that are not read.
+
+    Attributes:
+        keys: The samples' keys.
+    """
+
+    def __init__(
+        self, files: Sequence[str], *, names: Mapping[str, str], leave_out: Sequence[str]
+    ) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        tables = [pq.read_table(file) for file in files]
+        for file, table in zip(files, tables, strict=True):
+            if table.schema != tables[0].schema:
+                raise ValueError(
+                    f"{file} has the columns {table.schema.names} and {files[0]} "
+                    f"{tables[0].schema.names}, or other types: read them one by one."
+                )
+        table = pa.concat_tables(tables)
+        for column in (*names, *leave_out):
+            if column not in table.column_names:
+                raise ValueError(f"There is no column '{column}', only {table.column_names}.")
+        kept = [column for column in table.column_names if column not in leave_out]
+        self.keys = [names.get(column, column) for column in kept]
+        if "input_ids" not in self.keys or len(set(self.keys)) < len(self.keys):
+            raise ValueError(
+                f"The columns become the keys {self.keys}; there must be 'input_ids', and none "
+                "twice. Name columns in columns={'column': 'key'} or leave_out."
+            )
+        self._columns = [_Column(table[column], column) for column in kept]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, ``[num_samples]``."""
+        return self._columns[self.keys.index("input_ids")].lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: one[index] for key, one in zip(self.keys, self._columns, strict=True)}
+
+
+class _Column:
+    """One column as flat values and where each row's start."""
+
+    def __init__(self, chunked: Any, name: str) -> None:
+        import pyarrow as pa
+
+        parts, lengths, shape = [], [], None
+        for chunk in chunked.chunks:
+            if chunk.null_count:
+                raise ValueError(f"Column '{name}' lacks {chunk.null_count} values.")
+            is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
+            lengths.append(
+                chunk.value_lengths().to_numpy() if is_list else np.ones(len(chunk), np.int64)
+            )
+            values, shape = (chunk.flatten() if is_list else chunk), []
+            while pa.types.is_fixed_size_list(values.type):
+                shape.append(values.type.list_size)
+                values = values.flatten()
+            if values.null_count or pa.types.is_nested(values.type):
+                raise ValueError(
+                    f"Column '{name}' of type {chunk.type} lacks values, or holds lists of lists "
+                    "whose lengths are not fixed."
+                )
+            parts.append(values.to_numpy(zero_copy_only=False).reshape(-1, *shape))
+            self._is_list = is_list
+        self._values = torch.from_numpy(np.concatenate(parts).copy())
+        self.lengths = np.concatenate(lengths).astype(np.int64)
+        self._ends = np.cumsum(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        end = int(self._ends[index])
+        rows = self._values[end - int(self.lengths[index]) : end]
+        return rows if self._is_list else rows[0]

@@ -1,0 +1,129 @@
+"""Router replay: experts that were chosen before, in place of the router's own choice.
+
+R2 replays what a log-probability pass of the same weights chose, R3 what the engine chose that
+sampled the tokens. Either way a token's gradient goes through the experts that made its old
+log-probability, so that the ratio of the two is not noise of a router that changed its mind.
+The names are those of verl's documentation.
+
+Megatron-Core keeps the replay objects of all routers ever made in one list of the process. Here a
+router owns its own, which leaves with the model, and takes routes from the micro-batch at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self, override
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from torch import Tensor
+
+from lightning_dcp.model.routes import RouteShape
+from lightning_dcp.parallel import ParallelSizes
+
+
+class PackedRouterReplay(RouterReplay):
+    """Megatron-Core's replay of one router, where only some rows have a route to replay.
+
+    Attributes:
+        has_route: ``[rows]`` bool: rows whose ``target_topk_idx`` counts; None without any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_route: Tensor | None = None
+
+    @classmethod
+    def in_place_of(cls, replay: RouterReplay) -> Self:
+        """A replay of its own for a router that Megatron-Core has just given one.
+
+        Both are taken out of the list of the process.
+        """
+        own = cls()
+        for listed in (replay, own):
+            RouterReplay.global_router_replay_instances.remove(listed)
+        return own
+
+    def replay(self, target: Tensor, has_route: Tensor) -> None:
+        """Sets the experts of the next forward pass.
+
+        Args:
+            target: ``[rows, top-k]``.
+            has_route: ``[rows]`` bool.
+        """
+        self.target_topk_idx, self.has_route = target.long(), has_route
+
+    @override
+    def clear_indices(self) -> None:
+        super().clear_indices()
+        self.has_route = None
+
+    @override
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and experts of each row, ``[rows, top-k]``: replayed ones where there are any."""
+        assert default_compute_topk is not None
+        values, experts = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.target_topk_idx is not None and self.has_route is not None:
+            experts = torch.where(self.has_route[:, None], self.target_topk_idx, experts)
+            # By score, as the router itself orders them: sums then round alike.
+            values, order = scores.gather(1, experts).topk(topk, dim=1)
+            experts = experts.gather(1, order)
+        self.record_indices(experts)
+        return values, experts
+
+
+def moe_layer_index(config: Any, layer_number: int) -> int:
+    """Which of the model's MoE layers a layer is, from 0, over all pipeline stages.
+
+    Args:
+        config: Megatron-Core's; ``moe_layer_freq`` says which layers have experts.
+        layer_number: From 1, over all pipeline stages.
+    """
+    return sum(_has_experts(config)[: layer_number - 1])
+
+
+def _has_experts(config: Any) -> list[bool]:
+    """Of each layer; as Megatron-Core's ``get_gpt_decoder_block_spec`` reads the option."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(config.num_layers)]
+    return [bool(has) for has in frequency]
+
+
+def check_routers(
+    chunks: Iterable[torch.nn.Module], shape: RouteShape | None, sizes: ParallelSizes
+) -> None:
+    """Refuses a model of which some layer would not replay: its own choice would go unnoticed.
+
+    Args:
+        chunks: The model, or this rank's chunks of it.
+        shape: What the model's routes look like; None if it replays none.
+        sizes: The parallel sizes of the run.
+
+    Raises:
+        ValueError: Fewer routers that replay than MoE layers on this rank, or more.
+    """
+    if shape is None:
+        return
+    found = sum(
+        isinstance(router, TopKRouter)
+        and isinstance(router.router_replay, PackedRouterReplay)
+        and not router.is_mtp_layer
+        for chunk in chunks
+        for router in chunk.modules()
+    )
+    expected = shape.num_layers // sizes.pipeline_model_parallel_size
+    if found != expected:
+        raise ValueError(
+            f"moe.router_replay=True: the model has {found} routers that replay on this rank, and "
+            f"{expected} of its {shape.num_layers} MoE layers are there. Build it with "
+            "build_gpt_model, or give each layer a PackedTopKRouter."
+        )

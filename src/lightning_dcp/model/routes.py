@@ -1,0 +1,130 @@
+"""Routes as they come with the data and go back: which experts each layer sent each token to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dcp.model.config import ModelConfig
+from lightning_dcp.packing import GlobalBatch, Jagged
+
+ROUTES = "routed_experts"
+"""Key of the batch and of predictions: jagged ``[num_samples, length*, MoE layers, top-k]``."""
+
+_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """What the routes of a model look like.
+
+    Attributes:
+        num_layers: MoE layers of the whole model.
+        topk: Experts that a layer sends a token to.
+        num_experts: Ids are below it.
+    """
+
+    num_layers: int
+    topk: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Self | None:
+        """Of a model whose routers replay; None of any other."""
+        if config.moe is None or not config.moe.router_replay:
+            return None
+        return cls(config.num_layers, config.moe.topk, config.moe.num_experts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What an expert is stored in: uint8, or int16 where there are more than 256."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+
+def check_routes(
+    batch: GlobalBatch, shape: RouteShape | None, *, part: tuple[int, int] = (0, 1)
+) -> None:
+    """Refuses routes that a model cannot replay; a batch without any passes.
+
+    Args:
+        batch: The batch.
+        shape: What the model's routes look like; None if it replays none.
+        part: ``(index, number)``: repeated experts are looked for in one of so many parts of the
+            batch, which ranks that hold the same batch share among them.
+
+    Raises:
+        ValueError: Routes for a model that replays none, or with other layers, another top-k,
+            experts that there are not, or one expert twice for a token; it names the sample.
+        TypeError: Not a jagged tensor of integers.
+    """
+    routes = batch.extras.get(ROUTES)
+    if routes is None:
+        return
+    if shape is None:
+        raise ValueError(
+            f"The batch has '{ROUTES}' and the model replays no routes. Set router_replay=True in "
+            "ModelConfig(moe=MoEConfig(...)); a dense model (moe=None) has no routers, so leave "
+            "the key out of its batches. DynamicCPModule(replay_routes=False) ignores it."
+        )
+    if not isinstance(routes, Jagged):
+        raise TypeError(
+            f"'{ROUTES}' must be a jagged NestedTensor [num_samples, length*, layers, top-k], "
+            f"found a dense one of shape {list(routes.shape)}."
+        )
+    if routes.values.dtype not in _DTYPES:
+        raise TypeError(
+            f"'{ROUTES}' must hold integers, found {routes.values.dtype}. {shape.dtype} is the "
+            f"smallest type for {shape.num_experts} experts."
+        )
+    if list(routes.values.shape[1:]) != [shape.num_layers, shape.topk]:
+        raise ValueError(
+            f"'{ROUTES}' of sample 0 has {list(routes.values.shape[1:])} values a token; the model "
+            f"has {shape.num_layers} MoE layers and moe.topk={shape.topk}: "
+            f"[{shape.num_layers}, {shape.topk}]. They must come from the same model."
+        )
+    if routes.values.device.type == "cpu" and routes.values.numel():
+        _check_experts(routes, shape, part)
+
+
+def _check_experts(routes: Jagged, shape: RouteShape, part: tuple[int, int]) -> None:
+    """Host tensors only: on a device the check would wait for it at every step."""
+    values = routes.values
+    low, high = (int(bound) for bound in torch.aminmax(values))
+    if low < 0 or high >= shape.num_experts:
+        experts = values.int()
+        _refuse(
+            routes,
+            (experts < 0) | (experts >= shape.num_experts),
+            "an expert that there is not",
+            f"moe.num_experts={shape.num_experts} have ids 0 to {shape.num_experts - 1}",
+        )
+    index, number = part
+    size = -(-len(values) // number)
+    first = index * size
+    mine = values[first : first + size]
+    repeated = torch.zeros(mine.shape[:-1], dtype=torch.bool)
+    for one in range(1, shape.topk):
+        for other in range(one):
+            repeated |= mine[..., one] == mine[..., other]
+    if repeated.any():
+        every = torch.zeros(values.shape[:-1], dtype=torch.bool)
+        every[first : first + size] = repeated
+        _refuse(routes, every[..., None], "one expert twice", "a token goes to different ones")
+
+
+def _refuse(routes: Jagged, bad: Tensor, what: str, why: str) -> None:
+    """Raises for the first bad row that belongs to a sample; rows between samples do not count."""
+    of_row = bad.flatten(1).any(1).numpy()
+    for sample, (start, length) in enumerate(zip(routes.starts, routes.lengths, strict=True)):
+        rows = np.flatnonzero(of_row[start : start + length])
+        if len(rows):
+            token = int(rows[0])
+            layer = int(bad[start + token].any(-1).nonzero()[0, 0])
+            raise ValueError(
+                f"'{ROUTES}' of sample {sample} names {what} at token {token}, MoE layer {layer}: "
+                f"{routes.values[start + token, layer].tolist()}; {why}."
+            )
