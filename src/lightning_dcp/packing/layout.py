@@ -66,6 +66,8 @@ class PackLayout:
             raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, found {cp_rank}.")
         layout = cls(tuple(array.tolist()), cp_size, cp_rank, tp_size, padding)
         layout.__dict__["_lengths"] = array
+        if padding.is_tight:
+            return layout
         rows, align = layout.num_rows, row_alignment(cp_size, tp_size) // cp_size
         if rows % align:
             raise ValueError(
@@ -105,7 +107,8 @@ class PackLayout:
     @cached_property
     def row_starts(self) -> NDArray[np.int64]:
         """``[num_sequences + 1]`` int64: where each sequence starts in this rank's rows."""
-        return self.cu_seqlens_padded.astype(np.int64) // self.cp_size
+        starts = self.cu_seqlens_padded.astype(np.int64)
+        return starts if self.cp_size == 1 else starts // self.cp_size
 
     @property
     def num_rows(self) -> int:
