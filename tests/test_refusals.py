@@ -46,6 +46,10 @@ CASES = [
     (Run(model=DENSE, objective=ValueLoss()), "ValueLoss needs a model with head='value'"),
     (Run(model=MTP, objective=DPO()), "weighs its losses by target tokens, and DPO counts pairs"),
     (
+        Run(model=ModelConfig(moe=MoEConfig(z_loss_coeff=0.1)), objective=DPO()),
+        "moe.z_loss_coeff=0.1 is weighed by target tokens, and DPO counts pairs",
+    ),
+    (
         Run(model=MTP, recompute=Recompute(granularity="full", method="block")),
         "recompute.granularity='full' works with",
     ),

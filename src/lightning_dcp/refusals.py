@@ -180,6 +180,21 @@ def _mtp_of_objective(run: Run) -> str | None:
     )
 
 
+def _router_losses_of_objective(run: Run) -> str | None:
+    model, objective = run.model, run.objective
+    if model is None or model.moe is None or objective is None:
+        return None
+    names = ("aux_loss_coeff", "seq_aux_loss_coeff", "z_loss_coeff")
+    used = [name for name in names if getattr(model.moe, name)]
+    if not used or type(objective).count is Objective.count:
+        return None
+    return (
+        f"moe.{used[0]}={getattr(model.moe, used[0])} is weighed by target tokens, and "
+        f"{type(objective).__name__} counts {objective.counts} of its own. Set it to 0; "
+        "moe.expert_bias balances without a loss."
+    )
+
+
 def _mtp_recomputed(run: Run) -> str | None:
     if run.model is None or run.recompute is None:
         return None
@@ -286,6 +301,12 @@ RULES: tuple[Rule, ...] = (
         "an objective that counts something else than tokens (DPO, a masked value loss)",
         "`mtp_num_layers=0`",
         _mtp_of_objective,
+    ),
+    Rule(
+        "router losses",
+        "an objective that counts something else than tokens",
+        "`moe.expert_bias`",
+        _router_losses_of_objective,
     ),
     Rule(
         "multi-token prediction",
