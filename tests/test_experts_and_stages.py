@@ -72,3 +72,23 @@ def test_a_run_resumes_with_other_experts_and_stages_on_each_rank(tmp_path, worl
         np.testing.assert_allclose(
             resumed[0]["weights"][name], weight, atol=1e-5 * scale, rtol=0, err_msg=name
         )
+
+
+def validate_uneven(cap: int, strategy: dict[str, Any]) -> dict[str, Any]:
+    module = trainers.module(model=CONFIG)
+    trainer = trainers.trainer(cap, strategy)
+    # 2 and 5 samples: fewer than ranks, and a number that they do not divide.
+    made = [trainers.jagged(trainers.random_batch(trainers.LENGTHS[i], i)) for i in (3, 4)]
+    (metrics,) = trainer.validate(module, trainers.Batches([], made), verbose=False)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("cap", "strategy"),
+    [(24, {"expert_model_parallel_size": 4}), (48, PP2 | EP2), (48, VPP2)],
+    ids=["4-ep4", "4-pp2-ep2", "4-pp2-vpp2"],
+)
+def test_uneven_batches_reach_every_rank_as_often(cap, strategy):
+    (alone,) = run_distributed(validate_uneven, 1, 256, {})
+    for metrics in run_distributed(validate_uneven, 4, cap, strategy):
+        assert metrics["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
