@@ -134,7 +134,6 @@ def test_the_grid_keeps_the_cap_and_varies_everything(num_ranks, tp_size):
     ("options", "found"),
     [
         ([], "which model?"),
-        (["--model=30b-a3b"], "128 experts"),
         ([*NUMBERS, "--shortest=600"], "shortest=600 is above"),
         ([*NUMBERS, "--shortest=512", "--num_processes=1"], "too few to fit"),
         ([*NUMBERS, "--repeats=0"], "repeats=0 must be 1 or more"),
@@ -151,7 +150,21 @@ def test_what_cannot_work_is_refused_before_anything_starts(options, found):
     assert found in str(stopped.value.code)
 
 
-@pytest.mark.parametrize("option", ["head=value", "mtp_num_layers=1"])
+def test_a_model_with_experts_in_some_layers_is_not_built(tmp_path):
+    path = tmp_path / "config.json"
+    config = {
+        "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99,
+        "intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    path.write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="experts in 3 of 4 layers"):
+        main(["calibrate", "--max_seqlen_per_dp_cp_rank=512", f"--model={path}"])
+
+
+@pytest.mark.parametrize(
+    "option", ["head=value", "mtp_num_layers=1", "moe={num_experts: 4, z_loss_coeff: 0.1}"]
+)
 def test_models_that_need_more_than_labels_or_none_are_measured_too(tmp_path, option):
     main(
         ["calibrate", *NUMBERS, f"--model_config.{option}", "--num_processes=1", "--shortest=64",

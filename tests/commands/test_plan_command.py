@@ -273,6 +273,11 @@ def test_the_model_is_a_preset_a_hugging_face_config_a_fit_config_or_numbers(cap
     assert models == {ModelSizes.from_hf_config(hugging_face).fingerprint}
     values = json_of(capsys, tmp_path / "plan.json", *POOL, *LONG_TAIL, *FEW, "--model=8b")
     assert values["model"] == LLAMA_8B.fingerprint
+    numbers["moe"] = {"num_experts": 8, "topk": 2, "ffn_hidden_size": 96}
+    (tmp_path / "fit.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"model": numbers}}}))
+    fit = json_of(capsys, tmp_path / "plan.json", *POOL, *LONG_TAIL, *FEW, *given[2])
+    of_experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    assert fit["model"] == ModelSizes.from_hf_config(hugging_face | of_experts).fingerprint
 
 
 @pytest.fixture

@@ -134,7 +134,9 @@ def measure(measuring: Measuring) -> list[MeasuredMicroBatch]:
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     sizes = ParallelSizes(
-        world_size=dist.get_world_size(), tensor_model_parallel_size=measuring.tp_size
+        world_size=dist.get_world_size(),
+        tensor_model_parallel_size=measuring.tp_size,
+        sequence_parallel=measuring.tp_size > 1 and measuring.model.moe is not None,
     )
     context = setup_parallel(sizes)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lightning_dcp.model import ModelConfig
+from lightning_dcp.model import ModelConfig, MoEConfig
 from lightning_dcp.planning import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
 
 PRESETS = {"8b": LLAMA_8B, "30b-a3b": QWEN3_30B_A3B}
@@ -46,14 +46,14 @@ class ModelOptions:
         """The config of a model to build.
 
         Raises:
-            ValueError: No model is given, or it is a mixture of experts, which cannot be built yet.
+            ValueError: No model is given, or some of its layers have experts and some have not.
         """
         if self.model_config is not None:
             return self.model_config
         if self.model is None:
             raise ValueError("which model? Give model or model_config, see --help")
         found = _read(self.model)
-        return found if isinstance(found, ModelConfig) else _dense_config(self.model, found)
+        return found if isinstance(found, ModelConfig) else _config_of(self.model, found)
 
 
 def _read(model: str) -> ModelSizes | ModelConfig:
@@ -89,14 +89,24 @@ def _model_of_fit(content: dict[str, Any]) -> dict[str, Any]:
         found = found.get(key) if isinstance(found, dict) else None
     if not isinstance(found, dict):
         raise ValueError("there is no model.init_args.model, the sizes of a DynamicCPModule")
-    return found
+    experts = found.get("moe")
+    return {**found, "moe": MoEConfig(**experts)} if isinstance(experts, dict) else found
 
 
-def _dense_config(model: str, sizes: ModelSizes) -> ModelConfig:
+def _config_of(model: str, sizes: ModelSizes) -> ModelConfig:
+    moe = None
     if sizes.num_experts:
-        raise ValueError(
-            f"model={model!r} has {sizes.num_experts} experts: a mixture of experts cannot be "
-            "built, and so not measured, yet; plan predicts it from its sizes"
+        if sizes.num_dense_layers:
+            raise ValueError(
+                f"model={model!r} has experts in {sizes.num_layers - sizes.num_dense_layers} of "
+                f"{sizes.num_layers} layers: only models with experts in all or none can be built, "
+                "and so measured; plan predicts it from its sizes"
+            )
+        moe = MoEConfig(
+            num_experts=sizes.num_experts,
+            topk=sizes.num_experts_per_tok,
+            ffn_hidden_size=sizes.moe_intermediate_size or None,
+            shared_expert_ffn_hidden_size=sizes.shared_expert_intermediate_size or None,
         )
     return ModelConfig(
         num_layers=sizes.num_layers,
@@ -106,4 +116,5 @@ def _dense_config(model: str, sizes: ModelSizes) -> ModelConfig:
         kv_channels=sizes.head_dim,
         ffn_hidden_size=sizes.intermediate_size,
         vocab_size=sizes.vocab_size,
+        moe=moe,
     )

@@ -54,6 +54,8 @@ class ModelConfig:
     """Weight of the mean over the depths of their losses, each a mean over its own targets."""
 
     def __post_init__(self) -> None:
+        if self.moe is not None and not isinstance(self.moe, MoEConfig):
+            raise TypeError(f"moe must be a MoEConfig, found a {type(self.moe).__name__}.")
         for name in (
             "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
             "ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by",
