@@ -131,11 +131,16 @@ def test_a_critic_trains_predicts_saves_and_goes_on_elsewhere(tmp_path):
     np.testing.assert_allclose(logged["val_loss"], np.mean(losses), rtol=1e-5)
     assert logged["tokens"] == sum(mask[1:].sum() for mask in data().val[-1]["loss_mask"].unbind())
     resumed = []
-    for world, cap, strategy in ((1, 256, {}), (4, 48, TP2)):
+    for world, cap, strategy in (
+        (1, 256, {}),
+        (4, 48, TP2),
+        (4, 48, {**TP2, "sequence_parallel": True}),
+        (4, 48, {"pipeline_model_parallel_size": 2}),
+    ):
         (values, loss), *_ = run_distributed(load, world, path, cap, strategy)
         check(values, wanted)
         resumed.append(loss)
-    np.testing.assert_allclose(resumed[1], resumed[0], rtol=1e-5)
+    np.testing.assert_allclose(resumed, resumed[0], rtol=1e-5)
     assert resumed[0] < logged["train_loss"]
 
 

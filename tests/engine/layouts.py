@@ -97,6 +97,7 @@ class Layout:
     sequence_parallel: bool = False
     planner: str = "balanced"
     cp: int | None = None
+    bucket: int | None = None
     recompute: Recompute = field(default_factory=Recompute)
 
     @property
@@ -119,6 +120,7 @@ class Layout:
         ]
         parts += ["sp"] if self.sequence_parallel else []
         parts += [f"{self.planner}{self.cp or ''}"] if self.planner != "balanced" else []
+        parts += [f"bucket{self.bucket}"] if self.bucket else []
         parts += [self.recompute.granularity] if self.recompute.granularity else []
         return "-".join(parts)
 
@@ -169,6 +171,7 @@ def train(
                 max_seqlen_per_dp_cp_rank=layout.cap,
                 planner=layout.planner,
                 context_parallel_size=layout.cp,
+                pad_to_length_bucket=layout.bucket,
             ),
         )
 

@@ -172,3 +172,18 @@ def test_multi_token_prediction_without_targets_with_experts():
     found = check(Layout(4, 12, ep=2), replace(MOE, **ALONE), lengths=SHORT[:3])
     assert all(found["mtp_losses"][0])
     assert found["mtp_losses"][2] == [0.0, 0.0]
+
+
+BUCKETS = [
+    (Layout(4, 24, bucket=8), DENSE),
+    (Layout(4, 24, ep=2, bucket=8), MOE),
+    (Layout(4, 24, ep=2, bucket=8), GATHERED),
+    (Layout(4, 48, tp=2, sequence_parallel=True, ep=2, bucket=16), BIASED),
+    (Layout(4, 48, pp=2, bucket=16), DENSE),
+    (Layout(4, 48, pp=2, vpp=2, bucket=16), DENSE),
+]
+
+
+@pytest.mark.parametrize(("layout", "config"), BUCKETS, ids=str)
+def test_bucketed_lengths(layout, config):
+    check(layout, config)
