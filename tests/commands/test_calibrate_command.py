@@ -87,7 +87,9 @@ def fit(path: str, model: ModelConfig, missing_on: int | None = None) -> tuple[s
     assert module.last_step is not None
     plan = module.last_step.plan
     assert plan.report is not None
-    assert plan.report == evaluate(plan, read_calibration(path).cost_model)
+    assert plan.report == evaluate(
+        plan, read_calibration(path).cost_model, execution="free_running"
+    )
     assert plan.report != evaluate(plan)
     return "ran", str(plan.report.predicted_seconds)
 
