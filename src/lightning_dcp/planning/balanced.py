@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import zip_longest
 
 from lightning_dcp.planning.draft import Draft, make_draft
 from lightning_dcp.planning.evaluation import group_times, predicted_time, total_of
 from lightning_dcp.planning.longest_sequence import plan_longest_sequence_below
-from lightning_dcp.planning.megatron import plan_megatron_if_quick
+from lightning_dcp.planning.megatron import plan_megatron_below
 from lightning_dcp.planning.packs import Pack, lay_out, lay_out_on_earliest_ranks
 from lightning_dcp.planning.plan import Step
 from lightning_dcp.planning.problem import Problem, total_time
@@ -68,18 +68,15 @@ def plan_balanced(problem: Problem) -> list[Step]:
     for alternative in _alternatives():
         if bound >= time:
             break
-        other = alternative(problem, time)
-        if other is not None:
-            other_time = predicted_time(problem, other)
-            if other_time < time:
-                steps, time = list(other), other_time
+        steps, time = alternative(problem, time) or (steps, time)
     return steps
 
 
-def _alternatives() -> Iterable[Callable[[Problem, float], Sequence[Step] | None]]:
-    yield plan_static_below
+def _alternatives() -> Iterable[Callable[[Problem, float], tuple[list[Step], float] | None]]:
+    # Near to this planner's, so that its time often spares the others.
     yield plan_longest_sequence_below
-    yield plan_megatron_if_quick
+    yield plan_static_below
+    yield plan_megatron_below
 
 
 def _lay_out(problem: Problem, steps: list[list[Pack]]) -> tuple[list[Step], float]:
