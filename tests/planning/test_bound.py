@@ -17,6 +17,7 @@ from lightning_dcp.planning import Problem, lower_bound, plan_global_batch
 from lightning_dcp.planning.balanced import plan_balanced
 from lightning_dcp.planning.bound import raised_bound
 from lightning_dcp.planning.evaluation import predicted_time
+from lightning_dcp.planning.step_prices import StepPrices
 
 # What rounding may add up to.
 EXACT = 1 + 1e-9
@@ -103,6 +104,18 @@ def least_seconds(problem: Problem) -> float:
     return best
 
 
+def longest_alone(problem: Problem) -> float:
+    """The least time of a micro-batch that holds the sample for which this is the most."""
+    return max(
+        min(
+            problem.times[size][sample] + problem.fixed[size]
+            for size in problem.sizes
+            if problem.rows[size][sample] <= problem.rooms[size]
+        )
+        for sample in range(len(problem.lengths))
+    )
+
+
 @st.composite
 def tiny_problems(draw: st.DrawFn) -> Problem:
     num_ranks = draw(st.integers(1, 6))
@@ -131,6 +144,9 @@ def test_the_bound_is_below_the_best_of_all_plans(problem: Problem) -> None:
     assert best <= predicted_time(problem, steps) * EXACT
     for seconds in (best, 1.01 * best, 1.3 * best, 10 * best):
         assert raised_bound(problem, seconds) <= best * EXACT
+        # The longest step of the best plan takes something in between.
+        prices = StepPrices(problem)
+        assert prices.bound(longest_alone(problem), seconds, enough=10 * best) <= best * EXACT
 
 
 def test_the_bound_is_raised_where_one_long_sample_leads() -> None:
@@ -138,6 +154,16 @@ def test_the_bound_is_raised_where_one_long_sample_leads() -> None:
     problem = Problem(lengths, 16, 4096, cost_model=COST_MODELS["experts"])
     seconds = predicted_time(problem, plan_balanced(problem))
     assert 1.01 * lower_bound(problem) < raised_bound(problem, seconds) <= seconds
+
+
+def test_charges_for_rows_see_the_ranks_that_wait_for_a_long_step() -> None:
+    """Beside one giant, ranks that one sample fills for a fraction of its time."""
+    model = COST_MODELS["experts"]
+    problem = Problem((120_000, *[8192] * 40), 32, 8192, cost_model=model)
+    seconds = predicted_time(problem, plan_balanced(problem))
+    low = longest_alone(problem)
+    charged = StepPrices(problem).bound(low, seconds, enough=seconds)
+    assert 1.05 * lower_bound(problem) < charged <= seconds * EXACT
 
 
 def test_balanced_finds_nearly_the_best_of_all_plans() -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_dcp.planning import CostModel, Group, Plan, Step, plan_global_batch
+from lightning_dcp.planning import (
+    CostModel,
+    Group,
+    Plan,
+    Problem,
+    Step,
+    balanced,
+    plan_global_batch,
+)
+from lightning_dcp.planning.packs import Pack, complete
 
 
 def long_tail(seed: int, num_samples: int) -> np.ndarray:
@@ -210,3 +219,25 @@ def test_a_larger_pool_is_never_slower_for_its_long_samples() -> None:
         for n in (1, 2, 4, 8)
     ]  # fmt: skip
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_balanced_lets_long_samples_share_groups_beside_a_giant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One each on the smallest groups that hold them, they do not all fit into its step."""
+    lengths = [64_000, *[18_000] * 3, *[9000] * 11, *[700] * 120]
+    options = {"num_ranks": 256, "max_seqlen_per_dp_cp_rank": 1024}
+    shared = _seconds(lengths, options)
+    monkeypatch.setattr(balanced, "_NUM_SHARED", ())
+    assert shared < 0.9 * _seconds(lengths, options)
+
+
+def _seconds(lengths: list[int], options: dict) -> float:
+    return plan_global_batch(lengths, **options).report.predicted_seconds
+
+
+def test_free_ranks_go_to_samples_that_hops_slow_down_least() -> None:
+    problem = Problem((4000, 100, 50), 4, 4096, cost_model=CostModel(hop_seconds_within=1.0))
+    packs = complete(problem, [Pack(1, (sample,)) for sample in range(3)])
+    assert packs is not None
+    assert sorted(packs) == [Pack(1, (0,)), Pack(1, (1,)), Pack(2, (2,))]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import zip_longest
 
 from lightning_dcp.planning.draft import Draft, make_draft
 from lightning_dcp.planning.evaluation import group_times, predicted_time, total_of
 from lightning_dcp.planning.longest_sequence import plan_longest_sequence_below
-from lightning_dcp.planning.megatron import plan_megatron_if_quick
+from lightning_dcp.planning.megatron import plan_megatron_below
 from lightning_dcp.planning.packs import Pack, lay_out, lay_out_on_earliest_ranks
 from lightning_dcp.planning.plan import Step
 from lightning_dcp.planning.problem import Problem, total_time
@@ -27,7 +27,9 @@ _FEW_SAMPLES, _MOST_ATTEMPTS, _SAMPLES_IN_ATTEMPTS, _FEW_ATTEMPTS = 300, 60, 900
 _CLEARLY = 0.99
 # A draft whose bound is less than this part of its time is worth more attempts with many samples as
 # well: as many as for few of them, but no more than so many, and samples in all of them together.
-_POOR, _MORE_ATTEMPTS, _SAMPLES_IN_MORE = 0.93, 16, 24_000
+_POOR, _MORE_ATTEMPTS, _SAMPLES_IN_MORE = 0.93, 40, 40_000
+# Ranks of groups that long samples share, over those of the longest, and numbers of such steps.
+_SHARED, _NUM_SHARED, _SAMPLES_IN_SHARED = (1.0, 0.5, 0.25, 0.125), (1, 2, 4, 16), 60_000
 # Limits on the time of a sample that are estimated, as powers of two: for few samples and many.
 _LIMITS, _FEW_LIMITS = 4, 2
 
@@ -48,7 +50,8 @@ def plan_balanced(problem: Problem) -> list[Step]:
     5. Attempts follow with other limits, numbers of steps, and with small groups in place of single
        ranks where these add little work (fewer micro-batches are easier to balance), until the
        bound says that little is left to gain or the attempts for so many samples are used up;
-       many samples get more attempts where the bound is far off.
+       where the bound is far off, steps are tried in which long samples share larger groups, and
+       many samples get more attempts.
 
     The result is compared with ``static`` at every size, ``longest_sequence`` and, where it is
     there and quick enough, Megatron-Core's scheduler; the best is taken.
@@ -65,18 +68,15 @@ def plan_balanced(problem: Problem) -> list[Step]:
     for alternative in _alternatives():
         if bound >= time:
             break
-        other = alternative(problem, time)
-        if other is not None:
-            other_time = predicted_time(problem, other)
-            if other_time < time:
-                steps, time = list(other), other_time
+        steps, time = alternative(problem, time) or (steps, time)
     return steps
 
 
-def _alternatives() -> Iterable[Callable[[Problem, float], Sequence[Step] | None]]:
-    yield plan_static_below
+def _alternatives() -> Iterable[Callable[[Problem, float], tuple[list[Step], float] | None]]:
+    # Near to this planner's, so that its time often spares the others.
     yield plan_longest_sequence_below
-    yield plan_megatron_if_quick
+    yield plan_static_below
+    yield plan_megatron_below
 
 
 def _lay_out(problem: Problem, steps: list[list[Pack]]) -> tuple[list[Step], float]:
@@ -119,6 +119,8 @@ class _Attempts:
             self._try_others(plain, many=number > _FEW_SAMPLES)
         assert self.best is not None
         poor = self.problem.bound < _POOR * self.best.seconds
+        if poor and number <= _SAMPLES_IN_MORE:
+            self._share()
         if poor and _FEW_SAMPLES < number <= _SAMPLES_IN_MORE:
             self.left = min(_MORE_ATTEMPTS, _SAMPLES_IN_MORE // number)
             self.spare = self.left // 4
@@ -152,6 +154,15 @@ class _Attempts:
                 self._try(sizing, level=math.inf)
         self._climb(1)
         self._climb(-1)
+
+    def _share(self) -> None:
+        """One step and more in which long samples share larger groups."""
+        assert self.best is not None
+        sizing = self.best.sizing
+        self.left = min(_MORE_ATTEMPTS, _SAMPLES_IN_SHARED // len(self.problem.lengths))
+        for number in _NUM_SHARED:
+            for shared in _SHARED:
+                self._try(replace(sizing, shared=shared, num_shared=number), spare=0)
 
     def _done(self) -> bool:
         return self.left <= self.spare or self._good()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightning_dcp.planning.step_prices import StepPrices
 
 if TYPE_CHECKING:
     from lightning_dcp.planning.problem import Problem
@@ -19,6 +22,8 @@ _ROUNDINGS = (0, 1, 2, 3)
 _NUM_PRICES, _PRICE_STEP = 24, 0.6875
 # Intervals of the time of the longest step.
 _NUM_INTERVALS = 24
+# Intervals whose bound is raised by charges for steps, which takes longer.
+_MOST_RAISED = 12
 # Steps that are bounded one by one, from the longest on.
 _NUM_LEADING = 64
 
@@ -94,8 +99,9 @@ def raised_bound(problem: Problem, seconds: float) -> float:
     In lockstep, with a plan of ``seconds`` at hand. The longest step of a quicker plan lasts a time
     ``L`` from the largest ``alone_i`` to ``seconds``, and no sample is on a size where it alone
     takes longer. Let ``low <= L <= high``. Bounds 1 and 6 then hold with the minima over sizes with
-    ``t_i(s) + f(s) <= high`` alone, and in 6 the longest step lasts ``low`` at least. Some such
-    interval holds, so that the least of their bounds is one, unless ``seconds`` is less.
+    ``t_i(s) + f(s) <= high`` alone, and in 6 the longest step lasts ``low`` at least; where that
+    says least, :class:`StepPrices` may say more. Some such interval holds, so that the least of
+    their bounds is one, unless ``seconds`` is less.
 
     Args:
         problem: The planning request.
@@ -109,16 +115,30 @@ def raised_bound(problem: Problem, seconds: float) -> float:
     shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
     num_steps, cost, _ = _costs(problem, tables, shares)
     alone = problem.time_table + tables.fixed
-    least = seconds
     grid = np.geomspace(low, seconds, _NUM_INTERVALS + 1)
     grid[0], grid[-1] = low, seconds
+    bounds = []
     for low, high in pairwise(grid.tolist()):
         work = np.where(alone <= high, cost, np.inf).min(axis=0)
         whole = num_steps * problem.fixed[1] + _sum(work) / problem.num_ranks
-        least = min(least, max(whole, _leading_steps(problem, tables, work, num_steps, low)))
-        if least <= bound:
-            break
+        raised = max(bound, whole, _leading_steps(problem, tables, work, num_steps, low))
+        bounds.append((raised, False, low, high))
+    least = _raise_least(bounds, StepPrices(problem), seconds)
     return max(bound, least * (1.0 - 1e-10))
+
+
+def _raise_least(
+    bounds: list[tuple[float, bool, float, float]], prices: StepPrices, seconds: float
+) -> float:
+    """The least bound, after charges for steps have raised the least ones, each once."""
+    heapq.heapify(bounds)
+    for _ in range(_MOST_RAISED):
+        least, is_raised, low, high = bounds[0]
+        if is_raised or least >= seconds:
+            break
+        raised = max(least, prices.bound(low, high, enough=seconds))
+        heapq.heapreplace(bounds, (raised, True, low, high))
+    return min(seconds, bounds[0][0])
 
 
 def _costs(

@@ -40,7 +40,8 @@ def make_draft(problem: Problem, sizer: Sizer, sizing: Sizing) -> Draft:
     sizes = sizer.sizes[index].tolist()
     leads = ((index > sizing.base) | (sizer.alone[index, sizer.columns] > sizing.level)).tolist()
     bins = Bins()
-    leaders = _open_leaders(problem, bins, sizes, leads, sizing.limit)
+    placed, times = _share_steps(problem, bins, sizes, leads, sizing)
+    leaders = _open_leaders(problem, bins, sizes, leads, sizing.limit, placed, times)
     steps, free = _place(problem, bins, leaders, sizing.num_steps)
     small = [i for i in problem.order if not leads[i]]
     _fill_up(problem, bins, steps, free, small, base, all_soft=math.isinf(sizing.level))
@@ -49,13 +50,78 @@ def make_draft(problem: Problem, sizer: Sizer, sizing: Sizing) -> Draft:
     return Draft(packs, seconds, replace(sizing, num_steps=len(steps)))
 
 
+def _share_steps(
+    problem: Problem, bins: Bins, sizes: list[int], leads: list[bool], sizing: Sizing
+) -> tuple[set[int], list[float]]:
+    """Steps of the longest leading sample that is left and of groups that the next ones share.
+
+    On the smallest groups that hold them, one each, fewer of them fit into its step, and the rest
+    make the next steps long. On larger groups they take longer, but no longer than it does.
+    Returns the samples that were placed, and of each micro-batch the time of its step.
+    """
+    placed: set[int] = set()
+    times_of_steps: list[float] = []
+    left = [i for i in problem.order if leads[i]] if sizing.num_shared else []
+    for _ in range(sizing.num_shared):
+        if not left:
+            break
+        size = int(sizes[left[0]] * sizing.shared)
+        if size not in problem.rows or not problem.sizes[sizing.base] < size < problem.num_ranks:
+            # The longest one gets a micro-batch like any other.
+            del left[0]
+            continue
+        members = _share_step(problem, bins, sizes, left, size)
+        first = len(times_of_steps)
+        times_of_steps += [bins.load[first]] * (len(bins.load) - first)
+        placed |= members
+        left = [i for i in left if i not in members]
+    return placed, times_of_steps
+
+
+def _share_step(
+    problem: Problem, bins: Bins, sizes: list[int], left: list[int], size: int
+) -> set[int]:
+    """One such step, first fit in the order of ``left``; the samples that it holds."""
+    longest, first = left[0], len(bins.size)
+    bins.open(problem, sizes[longest])
+    load, room = bins.load, bins.room
+    load[first] += problem.times[sizes[longest]][longest]
+    room[first] -= problem.rows[sizes[longest]][longest]
+    bins.samples[first].append(longest)
+    members = {longest}
+    free = problem.num_ranks - sizes[longest]
+    rows, times = problem.rows[size], problem.times[size]
+    for i in left[1:]:
+        if problem.min_sizes[i] > size:
+            continue
+        for b in range(first + 1, len(load)):
+            if rows[i] <= room[b] and load[b] + times[i] <= load[first]:
+                break
+        else:
+            if free < size or problem.fixed[size] + times[i] > load[first]:
+                continue
+            b = bins.open(problem, size)[0]
+            free -= size
+        load[b] += times[i]
+        room[b] -= rows[i]
+        bins.samples[b].append(i)
+        members.add(i)
+    return members
+
+
 def _open_leaders(
-    problem: Problem, bins: Bins, sizes: list[int], leads: list[bool], limit: float
+    problem: Problem,
+    bins: Bins,
+    sizes: list[int],
+    leads: list[bool],
+    limit: float,
+    placed: set[int],
+    times_of_steps: list[float],
 ) -> list[int]:
-    """Micro-batches of the leading samples, those that take the longest first."""
+    """Micro-batches of the leading samples not yet placed, those that take the longest first."""
     by_size: dict[int, list[int]] = {}
     for i in problem.order:
-        if leads[i]:
+        if leads[i] and i not in placed:
             by_size.setdefault(sizes[i], []).append(i)
     for size, samples in sorted(by_size.items(), reverse=True):
         rows, times = problem.rows[size], problem.times[size]
@@ -70,7 +136,7 @@ def _open_leaders(
             bins.load[-1] += times[i]
             bins.room[-1] = room
             bins.samples[-1].append(i)
-    load = bins.load
+    load = times_of_steps + bins.load[len(times_of_steps) :]
     return sorted(range(len(load)), key=lambda b: (-load[b], b))
 
 

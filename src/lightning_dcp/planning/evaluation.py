@@ -86,19 +86,23 @@ def report(problem: Problem, steps: Sequence[Step]) -> PlanReport:
     groups = [group for step in steps for group in step.groups]
     num_samples = [len(group.sample_ids) for group in groups]
     samples = np.fromiter(chain.from_iterable(g.sample_ids for g in groups), dtype=np.int64)
-    of_group = np.array([problem.sizes.index(group.size) for group in groups])
+    index_of = {size: k for k, size in enumerate(problem.sizes)}
+    of_group = np.array([index_of[group.size] for group in groups])
     size = np.array(problem.sizes)[of_group]
     index = np.repeat(of_group, num_samples)
     weight = np.repeat(size, num_samples)
     parts, model = problem.parts, problem.cost_model
     held = np.bincount(np.repeat(np.arange(len(groups)), num_samples), parts.rows[index, samples])
-    filled = np.array(
-        [_filled(problem, int(n), s) for n, s in zip(held, size.tolist(), strict=True)]
-    )
+    filled = held
+    if not problem.padding.is_tight:
+        filled = np.array(
+            [_filled(problem, int(n), s) for n, s in zip(held, size.tolist(), strict=True)]
+        )
     padded = float((filled * size).sum()) - sum(problem.lengths)
-    hops = sum(model.hop_time(s) * s for s in size.tolist())
+    counts = np.bincount(of_group, minlength=len(problem.sizes)).tolist()
+    hops = sum(n * s * model.hop_time(s) for n, s in zip(counts, problem.sizes, strict=True))
     exposed = float((parts.communication[index, samples] * weight).sum()) + hops
-    fixed = sum(problem.fixed[s] * s for s in size.tolist())
+    fixed = sum(n * s * problem.fixed[s] for n, s in zip(counts, problem.sizes, strict=True))
     busy = float((problem.time_table[index, samples] * weight).sum()) + fixed
     if problem.has_tails:
         busy += model.seconds_per_row * float(((filled - held) * size).sum())

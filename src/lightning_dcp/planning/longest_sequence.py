@@ -7,6 +7,7 @@ from bisect import bisect_left
 
 import numpy as np
 
+from lightning_dcp.planning.evaluation import predicted_time
 from lightning_dcp.planning.packs import Pack, lay_out, spread_out
 from lightning_dcp.planning.plan import Step
 from lightning_dcp.planning.problem import Problem, total_time
@@ -29,11 +30,13 @@ def plan_longest_sequence(problem: Problem) -> list[Step]:
     return _steps(problem, _first_fit(problem, _micro_batches(problem)))
 
 
-def plan_longest_sequence_below(problem: Problem, time: float) -> list[Step] | None:
-    """:func:`plan_longest_sequence`; ``None`` where it cannot take less than ``time`` seconds."""
+def plan_longest_sequence_below(problem: Problem, time: float) -> tuple[list[Step], float] | None:
+    """:func:`plan_longest_sequence` and its time; ``None`` if it takes ``time`` seconds or more."""
     steps = _first_fit(problem, _micro_batches(problem))
     if problem.execution != "lockstep":
-        return _steps(problem, steps)
+        laid_out = _steps(problem, steps)
+        predicted = predicted_time(problem, laid_out)
+        return (laid_out, predicted) if predicted < time else None
     full = [packs for packs in steps if _num_ranks(packs) == problem.num_ranks]
     rest = [packs for packs in steps if _num_ranks(packs) < problem.num_ranks]
     seconds = _slowest(problem, full)
@@ -44,9 +47,10 @@ def plan_longest_sequence_below(problem: Problem, time: float) -> list[Step] | N
     if math.fsum(seconds + least) >= time:
         return None
     spread = [some for packs in rest for some in spread_out(problem, packs)]
-    if math.fsum(seconds + _slowest(problem, spread)) >= time:
+    predicted = math.fsum(seconds + _slowest(problem, spread))
+    if predicted >= time:
         return None
-    return [lay_out(packs) for packs in [*full, *spread]]
+    return [lay_out(packs) for packs in [*full, *spread]], predicted
 
 
 def _num_ranks(packs: list[Pack]) -> int:

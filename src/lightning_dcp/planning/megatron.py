@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dcp.alignment import padded_length
+from lightning_dcp.planning.evaluation import predicted_time
 from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
 from lightning_dcp.planning.problem import Problem
 
@@ -67,19 +68,24 @@ def plan_megatron(problem: Problem) -> list[Step]:
         return _ask(problem, scheduler, widest)
 
 
-def plan_megatron_if_quick(problem: Problem, time: float) -> list[Step] | None:
-    """:func:`plan_megatron` where it answers soon; ``None`` if it is not there, slow or fails.
+def plan_megatron_below(problem: Problem, time: float) -> tuple[list[Step], float] | None:
+    """:func:`plan_megatron` and its time, where it answers soon and is quicker than ``time``.
 
     Args:
         problem: The planning request.
-        time: Not used: the scheduler has no bound that could spare asking it.
+        time: Predicted seconds to stay below.
+
+    Returns:
+        ``None`` as well where the scheduler is not there, slow or fails.
     """
     if problem.units is not None or len(problem.lengths) * problem.num_ranks > _QUICK:
         return None
     try:
-        return plan_megatron(problem)
+        steps = plan_megatron(problem)
     except (ImportError, PlanError):
         return None
+    predicted = predicted_time(problem, steps)
+    return (steps, predicted) if predicted < time else None
 
 
 def has_megatron_scheduler() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -41,7 +42,8 @@ def complete(problem: Problem, packs: Iterable[Pack]) -> list[Pack] | None:
     """Spreads packs that take fewer ranks than the pool has over all of it.
 
     As long as ranks are free, the slowest pack that can use some is split in two, or, if it is a
-    single sample, put on twice the ranks.
+    single sample that twice the ranks make faster, put on them. The ranks that are free then go
+    to the single samples that take the least time on twice as many: hops make them slower there.
 
     Args:
         problem: The planning request.
@@ -57,15 +59,16 @@ def complete(problem: Problem, packs: Iterable[Pack]) -> list[Pack] | None:
     done = []
     while free and heap:
         *_, pack = heapq.heappop(heap)
-        parts = _split(problem, pack, free) or _double(problem, pack, free)
+        parts = _split(problem, pack, free) or _sped_up(problem, pack, free)
         if parts is None:
-            # Fewer ranks are free from here on: what cannot grow now never can.
+            # Fewer ranks are free from here on: what cannot use them now never can.
             done.append(pack)
             continue
         free += pack.size - sum(part.size for part in parts)
         for part in parts:
             heapq.heappush(heap, _by_time(problem, part))
-    return None if free else done + [pack for *_, pack in heap]
+    done += [pack for *_, pack in heap]
+    return _double(problem, done, free) if free else done
 
 
 def whole_pool_packs(problem: Problem, sample_ids: Iterable[int]) -> list[Pack]:
@@ -147,16 +150,41 @@ def _by_time(problem: Problem, pack: Pack) -> tuple[float, int, Pack]:
     return -total_time(problem, pack.sample_ids, pack.size), min(pack.sample_ids), pack
 
 
-def _double(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
+def _double(problem: Problem, packs: list[Pack], free: int) -> list[Pack] | None:
+    """Single samples on twice their ranks until none is free; ``None`` if some stay free."""
+    done: list[Pack] = []
+    heap = [(_seconds_doubled(problem, pack), pack.sample_ids, pack) for pack in packs]
+    heapq.heapify(heap)
+    while heap:
+        seconds, _, pack = heapq.heappop(heap)
+        if pack.size > free or math.isinf(seconds):
+            done.append(pack)
+            continue
+        free -= pack.size
+        larger = Pack(2 * pack.size, pack.sample_ids)
+        heapq.heappush(heap, (_seconds_doubled(problem, larger), larger.sample_ids, larger))
+    return None if free else done
+
+
+def _sped_up(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
+    """The pack on twice its ranks if they are free and make it faster."""
+    seconds = _seconds_doubled(problem, pack)
+    if pack.size > free or seconds >= total_time(problem, pack.sample_ids, pack.size):
+        return None
+    return [Pack(2 * pack.size, pack.sample_ids)]
+
+
+def _seconds_doubled(problem: Problem, pack: Pack) -> float:
+    """The time of the pack on twice its ranks, infinite where it cannot be put there."""
     # Only single samples: small ones take more rows a rank at CP 2 than at CP 1, up to twice
-    # (they are padded to 2 * tp_size rows), and then a full pack would not fit.
-    size = 2 * pack.size
-    if pack.size > free or len(pack.sample_ids) > 1:
-        return None
-    # The same holds for the samples of a unit, which is one here.
-    if problem.rows[size][pack.sample_ids[0]] > problem.rooms[size]:
-        return None
-    return [Pack(size, pack.sample_ids)]
+    # (they are padded to 2 * tp_size rows), and then a full pack would not fit. The same holds for
+    # the samples of a unit, which is one here.
+    size, sample = 2 * pack.size, pack.sample_ids[0]
+    if len(pack.sample_ids) > 1 or size not in problem.rows:
+        return math.inf
+    if problem.rows[size][sample] > problem.rooms[size]:
+        return math.inf
+    return total_time(problem, pack.sample_ids, size)
 
 
 def _split(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:

@@ -31,6 +31,9 @@ class Sizing:
             that take longer lead steps too.
         base: Index of the smallest CP size that is used.
         top: Index of the largest that is used below the whole pool.
+        shared: Ranks of groups that hold several leading samples, over those of the longest sample
+            of their step; 0 for none.
+        num_shared: Steps with such groups.
     """
 
     seconds: float
@@ -39,6 +42,8 @@ class Sizing:
     level: float
     base: int
     top: int
+    shared: float = 0.0
+    num_shared: int = 0
 
 
 class Sizer:

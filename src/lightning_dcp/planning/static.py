@@ -70,8 +70,8 @@ def _first_size(problem: Problem) -> int:
     )
 
 
-def plan_static_below(problem: Problem, time: float) -> list[Step] | None:
-    """The quickest static plan that may take less than ``time`` seconds; ``None`` if none may.
+def plan_static_below(problem: Problem, time: float) -> tuple[list[Step], float] | None:
+    """The quickest static plan and its time; ``None`` if none takes less than ``time`` seconds.
 
     Sizes whose work and fixed times alone take longer are not planned.
 
@@ -96,7 +96,7 @@ def plan_static_below(problem: Problem, time: float) -> list[Step] | None:
         steps = _steps(problem, size, bins)
         predicted = predicted_time(problem, steps)
         if predicted < time:
-            best, time = steps, predicted
+            best, time = (steps, predicted), predicted
     return best
 
 
