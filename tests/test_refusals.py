@@ -53,6 +53,10 @@ CASES = [
         Run(model=MTP, recompute=Recompute(granularity="full", method="block")),
         "recompute.granularity='full' works with",
     ),
+    (
+        Run(model=EXPERTS, batch=SimpleNamespace(extras={"routed_experts": object()})),
+        "The batch has 'routed_experts' and the model replays no routes",
+    ),
     (Run(objective=DPO(), planner="megatron"), "planner='megatron' cannot keep samples together"),
     (Run(trainer=trainer(accumulate_grad_batches=2)), "accumulate_grad_batches=2"),
     (Run(trainer=trainer(**BY_VALUE)), "gradient_clip_algorithm='value'"),

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightning_dcp.alignment import PackPadding, longest_that_fits, rows_per_rank
-from lightning_dcp.model import ModelConfig, Recompute
+from lightning_dcp.model import ModelConfig, Recompute, RouteShape, check_routes
 from lightning_dcp.model.config import check_mtp_recompute
 from lightning_dcp.objectives import Objective
 from lightning_dcp.packing import GlobalBatch
@@ -205,6 +205,16 @@ def _mtp_recomputed(run: Run) -> str | None:
     return None
 
 
+def _routes_without_replay(run: Run) -> str | None:
+    if run.batch is None or run.model is None or RouteShape.of(run.model) is not None:
+        return None
+    try:
+        check_routes(run.batch, None)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _units_of_megatron(run: Run) -> str | None:
     together = run.objective is not None and run.objective.keep_together is not None
     if not together or run.planner != "megatron":
@@ -313,6 +323,12 @@ RULES: tuple[Rule, ...] = (
         "full recomputation in blocks or chunks of layers",
         "`method: uniform`, `num_layers: 1`",
         _mtp_recomputed,
+    ),
+    Rule(
+        "`routed_experts` in a batch",
+        "a dense model, or one without `moe.router_replay`",
+        "`router_replay=True`, or `DynamicCPModule(replay_routes=False)`",
+        _routes_without_replay,
     ),
     Rule(
         "samples that stay together (DPO)", "`planner='megatron'`", "`balanced`", _units_of_megatron

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, override
 
 import torch
@@ -55,6 +54,7 @@ from lightning_dcp.engine import (
 )
 from lightning_dcp.model import Recompute, check_routers, model_chunks
 from lightning_dcp.module import DynamicCPModule
+from lightning_dcp.packing import GlobalBatch
 from lightning_dcp.parallel import (
     ParallelContext,
     ParallelSizes,
@@ -483,9 +483,13 @@ class DynamicCPStrategy(ParallelStrategy):
             routes=self._module.routes,
             target_extras=[extra.key for extra in objective.extras],
             lookahead=lookahead,
-            check=partial(objective.check, vocab_size=vocab_size),
+            check=self._check_batch,
             keep_together=objective.keep_together,
         )
+
+    def _check_batch(self, batch: GlobalBatch) -> None:
+        refuse(replace(self._run, batch=batch))
+        self._module.objective.check(batch, vocab_size=self._module.vocab_size)
 
     def train_on(self, batch: Mapping[str, Any]) -> StepResult:
         """Plans a global batch and runs forward and backward over it; a collective.
@@ -537,7 +541,10 @@ class DynamicCPStrategy(ParallelStrategy):
             raise RuntimeError("predict_on works inside predict_step only.")
         module = self._module
         planned = self.engine.prepare(
-            module.batch_to_run(batch), vocab_size=module.vocab_size, routes=module.routes
+            module.batch_to_run(batch),
+            vocab_size=module.vocab_size,
+            routes=module.routes,
+            check=lambda read: refuse(replace(self._run, batch=read)),
         )
         return self.engine.predict_step(
             planned,
