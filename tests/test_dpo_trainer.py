@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import trainers
 from distributed import run_distributed
-from lightning_dcp import DPO
+from lightning_dcp import DPO, MoEConfig
 
 LENGTHS = [30, 12, 7, 40, 22, 22, 5, 9, 60, 3]
 
@@ -24,8 +26,11 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def train(cap: int, strategy: dict[str, object]) -> dict[str, object]:
-    module = trainers.module(objective=DPO(beta=0.2, reference_per="sample"))
+EXPERTS = replace(trainers.CONFIG, moe=MoEConfig(num_experts=4, ffn_hidden_size=16))
+
+
+def train(cap: int, strategy: dict[str, object], config=trainers.CONFIG) -> dict[str, object]:
+    module = trainers.module(model=config, objective=DPO(beta=0.2, reference_per="sample"))
     trainer = trainers.trainer(cap, strategy)
     losses, pairs, torn = [], [], 0
 
@@ -59,4 +64,12 @@ def test_pairs_stay_together_and_give_the_numbers_of_one_process(world, cap, str
     for result in run_distributed(train, world, cap, strategy):
         assert result["torn"] == 0
         assert result["pairs"] == alone["pairs"]
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_pairs_of_a_model_with_experts():
+    (alone,) = run_distributed(train, 1, 256, {}, EXPERTS)
+    strategy = {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    for result in run_distributed(train, 4, 80, strategy, EXPERTS):
+        assert result["torn"] == 0
         assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -92,3 +92,30 @@ def test_uneven_batches_reach_every_rank_as_often(cap, strategy):
     (alone,) = run_distributed(validate_uneven, 1, 256, {})
     for metrics in run_distributed(validate_uneven, 4, cap, strategy):
         assert metrics["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
+
+
+def predict(cap: int, strategy: dict[str, Any]) -> list[Any]:
+    module = trainers.module(model=CONFIG)
+    trainer = trainers.trainer(cap, strategy)
+    made = [trainers.jagged(trainers.random_batch(trainers.LENGTHS[i], i)) for i in (0, 3)]
+    outputs = trainer.predict(module, trainers.Batches([], made))
+    return [
+        {name: [row.numpy() for row in rows.unbind()] for name, rows in one.items()}
+        for one in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cap", "strategy"),
+    [(24, {"expert_model_parallel_size": 4}), (48, VPP2), (96, VPP2 | TP2)],
+    ids=["4-ep4", "4-pp2-vpp2", "4-pp2-vpp2-tp2-sp"],
+)
+def test_predictions_come_back_from_the_last_chunk_in_order(cap, strategy):
+    (alone,) = run_distributed(predict, 1, 256, {})
+    first, *others = run_distributed(predict, 4, cap, strategy)
+    assert others == [[{}, {}]] * 3
+    for found, wanted in zip(first, alone, strict=True):
+        assert set(found) == set(wanted) == {"log_probs", "entropies"}
+        for name, rows in wanted.items():
+            for row, wanted_row in zip(found[name], rows, strict=True):
+                np.testing.assert_allclose(row, wanted_row, rtol=1e-5, atol=1e-5)

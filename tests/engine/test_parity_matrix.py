@@ -100,6 +100,7 @@ PIPELINES = [
     (Layout(4, 48, pp=2, vpp=2), DENSE),
     (Layout(4, 48, pp=2, vpp=2), TIED),
     (Layout(4, 48, pp=2, recompute=FULL), DENSE),
+    (Layout(4, 48, pp=2, vpp=2, recompute=FULL), DENSE),
     (Layout(4, 48, pp=2, ep=2, recompute=EXPERTS_AGAIN), MOE),
 ]
 
