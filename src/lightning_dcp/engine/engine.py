@@ -226,6 +226,7 @@ class DynamicCPEngine:
         """
         rank = self.context.pool_rank
         totals = self._totals(planned)
+        shares_experts = self.context.sizes.expert_model_parallel_size > 1
         for step, is_filler in self._steps(planned.plan):
             group = step.group_of(rank)
             micro_batch = pack_micro_batch(
@@ -249,7 +250,8 @@ class DynamicCPEngine:
                 micro_batch,
                 self.context.cp_groups,
                 batch_totals=replace(totals, targets=0) if is_filler else totals,
-                max_rows_of_step=self._most_rows(planned.plan, step),
+                # Experts on other ranks ask for it; else the plan is not gone through for it.
+                max_rows_of_step=self._most_rows(planned.plan, step) if shares_experts else None,
                 routes=routes,
             )
 

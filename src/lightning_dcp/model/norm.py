@@ -25,4 +25,5 @@ class RMSNorm(torch.nn.RMSNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # A mark of Megatron-Core's, which torch's Parameter has no field for.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
