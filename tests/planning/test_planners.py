@@ -227,6 +227,8 @@ def test_balanced_lets_long_samples_share_groups_beside_a_giant(
     """One each on the smallest groups that hold them, they do not all fit into its step."""
     lengths = [64_000, *[18_000] * 3, *[9000] * 11, *[700] * 120]
     options = {"num_ranks": 256, "max_seqlen_per_dp_cp_rank": 1024}
+    # Local search finds such steps as well.
+    monkeypatch.setattr(balanced, "_MOST_SEARCHED", 0)
     shared = _seconds(lengths, options)
     monkeypatch.setattr(balanced, "_NUM_SHARED", ())
     assert shared < 0.9 * _seconds(lengths, options)

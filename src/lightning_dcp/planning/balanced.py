@@ -9,6 +9,8 @@ from itertools import zip_longest
 
 from lightning_dcp.planning.draft import Draft, make_draft
 from lightning_dcp.planning.evaluation import group_times, predicted_time, total_of
+from lightning_dcp.planning.layout import lockstep_seconds
+from lightning_dcp.planning.local_search import improve
 from lightning_dcp.planning.longest_sequence import plan_longest_sequence_below
 from lightning_dcp.planning.megatron import plan_megatron_below
 from lightning_dcp.planning.packs import Pack, lay_out, lay_out_on_earliest_ranks
@@ -28,6 +30,8 @@ _CLEARLY = 0.99
 # A draft whose bound is less than this part of its time is worth more attempts with many samples as
 # well: as many as for few of them, but no more than so many, and samples in all of them together.
 _POOR, _MORE_ATTEMPTS, _SAMPLES_IN_MORE = 0.93, 40, 40_000
+# Drafts at which a local search starts, and samples up to which there is one.
+_MOST_STARTS, _MOST_SEARCHED = 4, 2048
 # Ranks of groups that long samples share, over those of the longest, and numbers of such steps.
 _SHARED, _NUM_SHARED, _SAMPLES_IN_SHARED = (1.0, 0.5, 0.25, 0.125), (1, 2, 4, 16), 60_000
 # Limits on the time of a sample that are estimated, as powers of two: for few samples and many.
@@ -52,6 +56,7 @@ def plan_balanced(problem: Problem) -> list[Step]:
        bound says that little is left to gain or the attempts for so many samples are used up;
        where the bound is far off, steps are tried in which long samples share larger groups, and
        many samples get more attempts.
+    6. Where it still is, a local search starts at the best drafts: :func:`improve`.
 
     The result is compared with ``static`` at every size, ``longest_sequence`` and, where it is
     there and quick enough, Megatron-Core's scheduler; the best is taken.
@@ -63,8 +68,8 @@ def plan_balanced(problem: Problem) -> list[Step]:
         The steps.
     """
     bound = problem.bound
-    best = _Attempts(problem).run()
-    steps, time = _lay_out(problem, best.packs)
+    plans = [_lay_out(problem, packs) for packs in _Attempts(problem).run()]
+    steps, time = min(plans, key=lambda plan: plan[1])
     for alternative in _alternatives():
         if bound >= time:
             break
@@ -110,8 +115,11 @@ class _Attempts:
         self.spare = min(4, self.left // 6)
         self.best: Draft | None = None
         self.tried: set[Sizing] = set()
+        # The best by smallest size, and whether long samples share groups.
+        self.starts: dict[tuple[int, bool, int], Draft] = {}
 
-    def run(self) -> Draft:
+    def run(self) -> list[list[list[Pack]]]:
+        """The packs of the steps of one plan, or of several among which the best is."""
         plain = self.sizer.estimate(math.inf)
         self._try(plain)
         number = len(self.problem.lengths)
@@ -125,7 +133,22 @@ class _Attempts:
             self.left = min(_MORE_ATTEMPTS, _SAMPLES_IN_MORE // number)
             self.spare = self.left // 4
             self._try_others(plain, many=False)
-        return self.best
+        return [self.best.packs, *self._improved()]
+
+    def _improved(self) -> list[list[list[Pack]]]:
+        """Local search from the best drafts, as long as the bound is far off."""
+        assert self.best is not None
+        bound, number = self.problem.bound, len(self.problem.lengths)
+        if bound >= _POOR * self.best.seconds or number > _MOST_SEARCHED:
+            return []
+        for sizing in self.sizer.parts():
+            self._draft(sizing)
+        found = []
+        for draft in sorted(self.starts.values(), key=lambda draft: draft.seconds)[:_MOST_STARTS]:
+            found.append(improve(self.problem, draft.packs))
+            if bound >= _POOR * lockstep_seconds(self.problem, found[-1]):
+                break
+        return found
 
     def _try_others(self, plain: Sizing, *, many: bool) -> None:
         sizer = self.sizer
@@ -198,8 +221,15 @@ class _Attempts:
         if self._good() or self.left <= spare or wanted.num_steps < 1 or wanted in self.tried:
             return False
         self.left -= 1
+        return self._draft(wanted)
+
+    def _draft(self, wanted: Sizing) -> bool:
+        """Makes a draft; whether it is the best so far."""
         draft = make_draft(self.problem, self.sizer, wanted)
         self.tried |= {wanted, draft.sizing}
+        kind = (wanted.base, wanted.num_shared > 0, wanted.num_parts)
+        if kind not in self.starts or draft.seconds < self.starts[kind].seconds:
+            self.starts[kind] = draft
         if self.best is not None and draft.seconds >= self.best.seconds:
             return False
         self.best = draft

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from lightning_dcp.planning.filling import Bins, fill
-from lightning_dcp.planning.packs import Pack, complete, whole_pool_packs
+from lightning_dcp.planning.packs import Pack, best_fit, complete, whole_pool_packs
 from lightning_dcp.planning.problem import Problem, total_time
 from lightning_dcp.planning.sizing import Sizer, Sizing
 
@@ -40,8 +42,11 @@ def make_draft(problem: Problem, sizer: Sizer, sizing: Sizing) -> Draft:
     sizes = sizer.sizes[index].tolist()
     leads = ((index > sizing.base) | (sizer.alone[index, sizer.columns] > sizing.level)).tolist()
     bins = Bins()
-    placed, times = _share_steps(problem, bins, sizes, leads, sizing)
-    leaders = _open_leaders(problem, bins, sizes, leads, sizing.limit, placed, times)
+    if sizing.num_parts:
+        leaders = _open_parts(problem, bins, [i for i in problem.order if leads[i]], sizing)
+    else:
+        placed, times = _share_steps(problem, bins, sizes, leads, sizing)
+        leaders = _open_leaders(problem, bins, sizes, leads, sizing.limit, placed, times)
     steps, free = _place(problem, bins, leaders, sizing.num_steps)
     small = [i for i in problem.order if not leads[i]]
     _fill_up(problem, bins, steps, free, small, base, all_soft=math.isinf(sizing.level))
@@ -107,6 +112,26 @@ def _share_step(
         bins.samples[b].append(i)
         members.add(i)
     return members
+
+
+def _open_parts(problem: Problem, bins: Bins, samples: list[int], sizing: Sizing) -> list[int]:
+    """Micro-batches on the largest power of two, as many as parts, and for the rest on the pool."""
+    size = problem.sizes[sizing.top]
+    fitting = [i for i in samples if problem.min_sizes[i] <= size]
+    for members in best_fit(problem, size, fitting, sizing.num_parts):
+        _open_with(problem, bins, size, members)
+    placed = set(chain.from_iterable(bins.samples))
+    for pack in whole_pool_packs(problem, [i for i in samples if i not in placed]):
+        _open_with(problem, bins, pack.size, pack.sample_ids)
+    return sorted(range(len(bins.load)), key=lambda b: (-bins.load[b], b))
+
+
+def _open_with(problem: Problem, bins: Bins, size: int, samples: Iterable[int]) -> None:
+    b = bins.open(problem, size)[0]
+    for i in samples:
+        bins.load[b] += problem.times[size][i]
+        bins.room[b] -= problem.rows[size][i]
+        bins.samples[b].append(i)
 
 
 def _open_leaders(

@@ -81,13 +81,16 @@ def whole_pool_packs(problem: Problem, sample_ids: Iterable[int]) -> list[Pack]:
     return [Pack(problem.num_ranks, tuple(samples)) for samples in bins]
 
 
-def best_fit(problem: Problem, size: int, sample_ids: Iterable[int]) -> list[list[int]]:
+def best_fit(
+    problem: Problem, size: int, sample_ids: Iterable[int], most: float = math.inf
+) -> list[list[int]]:
     """Samples in micro-batches under the cap, each to the one with the least room that holds it.
 
     Args:
         problem: The planning request.
         size: CP size of the micro-batches; every sample fits it.
         sample_ids: The samples, in the order in which they are put; longest first packs best.
+        most: Micro-batches to make at most; samples that none of them holds are left out.
 
     Returns:
         The sample ids of each micro-batch.
@@ -98,6 +101,8 @@ def best_fit(problem: Problem, size: int, sample_ids: Iterable[int]) -> list[lis
     for sample in sample_ids:
         position = bisect_left(rooms, (rows[sample], -1))
         if position == len(rooms):
+            if len(bins) >= most:
+                continue
             bins.append([sample])
             insort(rooms, (problem.rooms[size] - rows[sample], len(bins) - 1))
         else:

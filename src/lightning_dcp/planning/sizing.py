@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.planning.packs import largest_power_of_two
 from lightning_dcp.planning.problem import Problem
 
 # The share of the rows of a step that whole samples can be expected to fill.
@@ -17,6 +18,8 @@ _FILL = 0.97
 _MAX_MORE_WORK, _LITTLE_MORE_WORK = 1.05, 1.02
 # Steps whose longest sample is over the limit at any size, that are looked at one by one.
 _MAX_OVER = 8
+# Steps with a large group that are tried, over the fewest that have the rows for all samples.
+_MORE_PARTS = (1.0, 1.1, 1.25, 1.5)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,6 +37,9 @@ class Sizing:
         shared: Ranks of groups that hold several leading samples, over those of the longest sample
             of their step; 0 for none.
         num_shared: Steps with such groups.
+        num_parts: Of a pool that is no power of two: steps with a group of the largest power of two
+            that hold all leading samples but those left over, which go on the whole pool; 0 if
+            sizes are chosen sample by sample.
     """
 
     seconds: float
@@ -44,6 +50,7 @@ class Sizing:
     top: int
     shared: float = 0.0
     num_shared: int = 0
+    num_parts: int = 0
 
 
 class Sizer:
@@ -90,6 +97,30 @@ class Sizer:
         """
         odd = [k for k, size in enumerate(self.problem.sizes) if self.problem.num_ranks % size]
         return [k - 1 for k in reversed(odd)]
+
+    def parts(self) -> list[Sizing]:
+        """Of a pool that is no power of two: few steps without the whole pool.
+
+        Each of them needs short samples for the ranks that its largest group leaves. Where these
+        are few, the group should be full of longer ones.
+        """
+        problem, num_ranks = self.problem, self.problem.num_ranks
+        largest = largest_power_of_two(num_ranks)
+        if largest == num_ranks:
+            return []
+        # The largest power of two that cuts the other ranks in equal groups.
+        base = problem.sizes.index(num_ranks & -num_ranks)
+        small = problem.fits[base]
+        most = int(small.sum()) * problem.sizes[base] // (num_ranks - largest)
+        k = problem.sizes.index(largest)
+        rows = int(problem.row_table[k, ~small & problem.fits[k]].sum())
+        needed = -(-rows // problem.rooms[largest])
+        numbers = {min(most, math.ceil(needed * more)) for more in _MORE_PARTS}
+        return [
+            Sizing(0.0, number, math.inf, math.inf, base, k, num_parts=number)
+            for number in sorted(numbers)
+            if number
+        ]
 
     def limits(self, doublings: int) -> list[float]:
         """``2**doublings`` limits on a sample's time that are worth a try, a factor apart."""
