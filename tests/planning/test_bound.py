@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planning_workloads import COST_MODELS, predictions, workloads
 
 from lightning_dcp.alignment import PackPadding, longest_that_fits
-from lightning_dcp.planning import Problem, lower_bound, plan_global_batch
+from lightning_dcp.planning import CostModel, Problem, lower_bound, plan_global_batch
 from lightning_dcp.planning.balanced import plan_balanced
 from lightning_dcp.planning.bound import raised_bound
 from lightning_dcp.planning.evaluation import predicted_time
@@ -164,6 +164,38 @@ def test_charges_for_rows_see_the_ranks_that_wait_for_a_long_step() -> None:
     low = longest_alone(problem)
     charged = StepPrices(problem).bound(low, seconds, enough=seconds)
     assert 1.05 * lower_bound(problem) < charged <= seconds * EXACT
+
+
+def rows_and_hops(lengths: list[int], *, pair: float, hop: float) -> Problem:
+    """Four ranks of 10,000 rows, where time is for rows, pairs of tokens and hops."""
+    model = CostModel(
+        seconds_per_row=1e-4,
+        seconds_per_pair=pair,
+        thin_rows=0.0,
+        kv_seconds_per_row_within=0.0,
+        kv_seconds_per_row_across=0.0,
+        hop_seconds_within=hop,
+        fixed_seconds=0.1,
+    )
+    return Problem(tuple(lengths), 4, 10_000, cost_model=model)
+
+
+def test_the_raised_bound_counts_ranks_that_samples_do_not_share() -> None:
+    """The rows of all five fit a step, but none of them a second one beside it on a rank."""
+    problem = rows_and_hops([7000, 7000, 7000, 7000, 4000], pair=0.0, hop=1.0)
+    best = least_seconds(problem)
+    # One step of two groups of two: 9000 rows, a hop and the fixed time. One rank each, and a
+    # second step for the fifth, would take longer.
+    assert best == pytest.approx(0.9 + 1.0 + 0.1)
+    assert lower_bound(problem) < 0.5 * best
+    assert raised_bound(problem, best) > 0.6 * best
+
+
+def test_the_raised_bound_knows_the_rows_for_which_a_long_sample_leaves_no_time() -> None:
+    problem = rows_and_hops([12_000, 900, 900, 900, 900], pair=1e-7, hop=0.02)
+    best = least_seconds(problem)
+    assert lower_bound(problem) < 0.99 * best
+    assert 0.998 * best < raised_bound(problem, best) <= best * EXACT
 
 
 def test_balanced_finds_nearly_the_best_of_all_plans() -> None:

@@ -161,6 +161,6 @@ def test_local_search_makes_plans_quicker(monkeypatch: pytest.MonkeyPatch) -> No
     lengths = np.minimum(source.sample(64, np.random.default_rng(0)), 10_240)
     options = {"num_ranks": 10, "max_seqlen_per_dp_cp_rank": 1024, "cost_model": MODELS["30B-A3B"]}
     plan = plan_global_batch(lengths, **options)
-    monkeypatch.setattr(balanced, "improve", lambda problem, packs: packs)
+    monkeypatch.setattr(balanced, "improve", lambda problem, packs, looks: packs)
     without = plan_global_batch(lengths, **options)
     assert plan.report.predicted_seconds < 0.98 * without.report.predicted_seconds

@@ -32,6 +32,8 @@ _CLEARLY = 0.99
 _POOR, _MORE_ATTEMPTS, _SAMPLES_IN_MORE = 0.93, 40, 40_000
 # Drafts at which a local search starts, and samples up to which there is one.
 _MOST_STARTS, _MOST_SEARCHED = 4, 2048
+# Looks for better packs from each of them, and from the best that comes of these.
+_FEW_LOOKS, _MANY_LOOKS = 60, 600
 # Ranks of groups that long samples share, over those of the longest, and numbers of such steps.
 _SHARED, _NUM_SHARED, _SAMPLES_IN_SHARED = (1.0, 0.5, 0.25, 0.125), (1, 2, 4, 16), 60_000
 # Limits on the time of a sample that are estimated, as powers of two: for few samples and many.
@@ -143,12 +145,15 @@ class _Attempts:
             return []
         for sizing in self.sizer.parts():
             self._draft(sizing)
+        drafts = sorted(self.starts.values(), key=lambda draft: draft.seconds)[:_MOST_STARTS]
         found = []
-        for draft in sorted(self.starts.values(), key=lambda draft: draft.seconds)[:_MOST_STARTS]:
-            found.append(improve(self.problem, draft.packs))
-            if bound >= _POOR * lockstep_seconds(self.problem, found[-1]):
-                break
-        return found
+        for draft in drafts:
+            packs = improve(self.problem, draft.packs, _FEW_LOOKS)
+            found.append((lockstep_seconds(self.problem, packs), packs))
+            if bound >= _POOR * found[-1][0]:
+                return [packs]
+        best = min(found, key=lambda plan: plan[0])[1]
+        return [improve(self.problem, best, _MANY_LOOKS)]
 
     def _try_others(self, plain: Sizing, *, many: bool) -> None:
         sizer = self.sizer

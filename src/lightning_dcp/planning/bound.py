@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ _NUM_PRICES, _PRICE_STEP = 24, 0.6875
 _NUM_INTERVALS = 24
 # Intervals whose bound is raised by charges for steps, which takes longer.
 _MOST_RAISED = 12
+# Samples, those that take the longest alone, whose groups are looked at.
+_NUM_LONGEST = 96
 # Steps that are bounded one by one, from the longest on.
 _NUM_LEADING = 64
 
@@ -98,10 +101,17 @@ def raised_bound(problem: Problem, seconds: float) -> float:
 
     In lockstep, with a plan of ``seconds`` at hand. The longest step of a quicker plan lasts a time
     ``L`` from the largest ``alone_i`` to ``seconds``, and no sample is on a size where it alone
-    takes longer. Let ``low <= L <= high``. Bounds 1 and 6 then hold with the minima over sizes with
-    ``t_i(s) + f(s) <= high`` alone, and in 6 the longest step lasts ``low`` at least; where that
-    says least, :class:`StepPrices` may say more. Some such interval holds, so that the least of
-    their bounds is one, unless ``seconds`` is less.
+    takes longer. Let ``low <= L <= high``. Some such interval holds, so that the least of their
+    bounds is one, unless ``seconds`` is less. Those of an interval:
+
+    1. Bound 1 of :func:`lower_bound`, with the minima over sizes with ``t_i(s) + f(s) <= high``.
+    2. Its bound 6 with the same minima, where the longest step lasts ``low`` at least. How many
+       steps the first samples need is counted by ranks too: one that shares no group of ``s`` ranks
+       with any other of them, by rows or by the time ``high - f(s)``, takes all ``s``. The sample
+       with the largest ``alone_i`` is in the longest step, or in another one that lasts as long. In
+       the longest, its group has ``high - f(s) - t_i(s)`` for other samples, which take no less
+       time for a row than the quickest does: the rows for which there is no time stay empty.
+    3. :class:`StepPrices`, where the others say least.
 
     Args:
         problem: The planning request.
@@ -117,28 +127,45 @@ def raised_bound(problem: Problem, seconds: float) -> float:
     alone = problem.time_table + tables.fixed
     grid = np.geomspace(low, seconds, _NUM_INTERVALS + 1)
     grid[0], grid[-1] = low, seconds
-    bounds = []
-    for low, high in pairwise(grid.tolist()):
+    prices = StepPrices(problem)
+    longest = float(tables.alone.max())
+
+    def within(low: float, high: float) -> float:
         work = np.where(alone <= high, cost, np.inf).min(axis=0)
-        whole = num_steps * problem.fixed[1] + _sum(work) / problem.num_ranks
-        raised = max(bound, whole, _leading_steps(problem, tables, work, num_steps, low))
-        bounds.append((raised, False, low, high))
-    least = _raise_least(bounds, StepPrices(problem), seconds)
-    return max(bound, least * (1.0 - 1e-10))
+        return num_steps * problem.fixed[1] + _sum(work) / problem.num_ranks
+
+    def leading(low: float, high: float) -> float:
+        work = np.where(alone <= high, cost, np.inf).min(axis=0)
+        steps_of = _steps_of_longest(problem, tables, high)
+        waste = _waste(problem, tables, high)
+        # The longest step has the sample that takes the longest alone, or another one has.
+        return min(
+            _leading_steps(problem, tables, work, num_steps, (low, 0.0), steps_of, waste),
+            _leading_steps(problem, tables, work, num_steps, (low, longest), steps_of),
+        )
+
+    def priced(low: float, high: float) -> float:
+        return prices.bound(low, high, enough=seconds)
+
+    bounds = [(bound, low, high) for low, high in pairwise(grid.tolist())]
+    for most, raised in ((len(bounds), within), (len(bounds), leading), (_MOST_RAISED, priced)):
+        bounds = _raise_least(bounds, raised, seconds, most)
+    return max(bound, min(seconds, min(bounds)[0]) * (1.0 - 1e-10))
 
 
 def _raise_least(
-    bounds: list[tuple[float, bool, float, float]], prices: StepPrices, seconds: float
-) -> float:
-    """The least bound, after charges for steps have raised the least ones, each once."""
-    heapq.heapify(bounds)
-    for _ in range(_MOST_RAISED):
-        least, is_raised, low, high = bounds[0]
-        if is_raised or least >= seconds:
-            break
-        raised = max(least, prices.bound(low, high, enough=seconds))
-        heapq.heapreplace(bounds, (raised, True, low, high))
-    return min(seconds, bounds[0][0])
+    bounds: list[tuple[float, float, float]],
+    raised: Callable[[float, float], float],
+    seconds: float,
+    most: int,
+) -> list[tuple[float, float, float]]:
+    """Bounds of intervals, of which the least ones were raised, each once and some at most."""
+    heap = sorted(bounds)
+    done: list[tuple[float, float, float]] = []
+    while heap and len(done) < most and heap[0][0] < min([seconds, *(item[0] for item in done)]):
+        least, low, high = heapq.heappop(heap)
+        done.append((max(least, raised(low, high)), low, high))
+    return heap + done
 
 
 def _costs(
@@ -298,23 +325,79 @@ def _leading_steps(
     tables: _Tables,
     work: NDArray[np.float64],
     num_steps: int,
-    longest_step: float = 0.0,
+    longest_steps: tuple[float, float] = (0.0, 0.0),
+    steps_of: NDArray[np.int64] | None = None,
+    waste: float = 0.0,
 ) -> float:
     # More steps than rows are as good as any number.
     space = float(problem.num_ranks * min(problem.rooms[1], 2**50))
     longest = np.argsort(-tables.alone, kind="stable")
-    filled = np.cumsum(tables.space[longest])
+    filled = np.cumsum(tables.space[longest]) + waste
+    given = sum(seconds > 0.0 for seconds in longest_steps)
+    counted = 0 if steps_of is None else int(steps_of[-1])
+    num_steps = max(num_steps, math.ceil(filled[-1] / space - 1e-9), given, counted)
     steps = np.arange(min(num_steps, _NUM_LEADING))
     # The first sample with which the space up to it is more than that many steps have.
     first = np.searchsorted(filled, steps * space, side="right")
+    if steps_of is not None:
+        # Of the first samples, where there are as many that need more steps than that.
+        found = np.searchsorted(steps_of, steps, side="right")
+        first = np.minimum(first, np.where(found < len(steps_of), found, len(longest)))
     lead = tables.alone[longest][np.minimum(first, len(longest) - 1)]
-    lead[0] = max(lead[0], longest_step)
+    lead[:2] = np.maximum(lead[:2], longest_steps[: len(lead)])
     dense = np.argsort(-work / tables.space, kind="stable")
     # A sample that does not fit whole counts in part; below the first one, it counts whole.
-    held = np.interp((steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(work[dense]))
+    held = np.interp(
+        (steps + 1) * space - waste, np.cumsum(tables.space[dense]), np.cumsum(work[dense])
+    )
     rest = np.maximum(0.0, _sum(work) - held) / problem.num_ranks
     bounds = np.cumsum(lead) + rest + (num_steps - 1 - steps) * problem.fixed[1]
     return float(bounds.max())
+
+
+def _steps_of_longest(problem: Problem, tables: _Tables, high: float) -> NDArray[np.int64]:
+    """Of the samples that take the longest alone, how many steps the first 1, 2, ... need.
+
+    No step lasts longer than ``high``. A sample that shares no group of ``s`` ranks with any other
+    of them, since the rows are too many or the time is too long, takes all ``s``; others take
+    ``s * r_i(s) / C``. Every group then takes ``s`` at most.
+    """
+    longest = np.argsort(-tables.alone, kind="stable")[:_NUM_LONGEST]
+    rows, times = problem.row_table[:, longest], problem.time_table[:, longest]
+    fits = tables.fits[:, longest] & (times + tables.fixed <= high)
+    # The fewest rows and the least time of the first 1, 2, ...; [num_sizes, num_first].
+    none = np.iinfo(np.int64).max // 2
+    fewest = np.minimum.accumulate(np.where(fits, rows, none), axis=1)
+    least = np.minimum.accumulate(np.where(fits, times, np.inf), axis=1)
+    # [num_sizes, num_first, num]
+    alone = rows[:, None, :] + fewest[:, :, None] > problem.room_table[:, :, None]
+    alone |= (
+        times[:, None, :] + least[:, :, None] > ((high - tables.fixed) * (1 + 1e-9))[:, :, None]
+    )
+    taken = np.where(alone, 1.0, (rows / problem.room_table)[:, None, :]) * tables.sizes[:, :, None]
+    taken = np.where(fits[:, None, :], taken, np.inf).min(axis=0)
+    ranks = np.tril(taken).sum(axis=1)
+    steps = np.ceil(ranks / problem.num_ranks * (1 - 1e-9)).astype(np.int64)
+    found: NDArray[np.int64] = np.maximum.accumulate(steps)
+    return found
+
+
+def _waste(problem: Problem, tables: _Tables, high: float) -> float:
+    """Rows of all ranks that stay empty in a step of ``high`` seconds with the longest sample.
+
+    The others in its group have the time that it leaves, and take no less time for a row than the
+    quickest of all samples does.
+    """
+    sample = int(tables.alone.argmax())
+    rows, times = problem.row_table, problem.time_table
+    quickest = np.where(tables.fits, times / rows, np.inf).min(axis=1)
+    sizes, fixed, room = tables.sizes[:, 0], tables.fixed[:, 0], problem.room_table[:, 0]
+    left = (high - fixed) * (1 + 1e-9) - times[:, sample]
+    can = tables.fits[:, sample] & (left >= 0.0) & (quickest > 0.0)
+    if not can.any() or (tables.fits[:, sample] & (left >= 0.0) & ~can).any():
+        return 0.0
+    empty = (room - rows[:, sample])[can] - left[can] / quickest[can]
+    return float((sizes[can] * np.maximum(empty, 0.0)).min())
 
 
 def _sum(values: NDArray[np.float64]) -> float:

@@ -17,13 +17,16 @@ from lightning_dcp.planning.problem import Problem, total_rows
 _GAP = 0.02
 # A sample makes room for one that is longer, if it has at most this part of its tokens.
 _EJECTED = 0.8
-# Looks at all packs or samples, and numbers looked at in them; an exchange is a few looks.
-_MOST_LOOKS, _NUMBERS_IN_LOOKS, _LOOKS_OF_EXCHANGE = 1500, 500_000, 3
+# Numbers that are looked at for each look that is allowed, at most: with many packs and samples
+# there are fewer looks. An exchange is a few looks.
+_NUMBERS_IN_LOOK, _LOOKS_OF_EXCHANGE = 800, 3
 # Seconds, as a part of a plan's, that are no gain but rounding.
 _ROUNDING = 1e-9
 
 
-def improve(problem: Problem, steps: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
+def improve(
+    problem: Problem, steps: Sequence[Sequence[Pack]], looks: int = 1000
+) -> list[list[Pack]]:
     """Steps that take less time in lockstep, from steps at hand.
 
     Two kinds of moves, each kept if all steps together get quicker:
@@ -40,11 +43,13 @@ def improve(problem: Problem, steps: Sequence[Sequence[Pack]]) -> list[list[Pack
     Args:
         problem: The planning request.
         steps: The packs of each step; their sizes add up to the pool.
+        looks: How often to look at all packs or samples for one that changes, at most; it takes
+            some 50 microseconds each time.
 
     Returns:
         The packs of each step, as quick as ``steps`` or quicker.
     """
-    search = _Search(problem, [split_slowest(problem, packs) for packs in steps])
+    search = _Search(problem, [split_slowest(problem, packs) for packs in steps], looks)
     gained = True
     while gained and search.looks > 0:
         gained = search.dissolve_packs()
@@ -55,7 +60,7 @@ def improve(problem: Problem, steps: Sequence[Sequence[Pack]]) -> list[list[Pack
 class _Search:
     """The best layout so far, and how many looks are left."""
 
-    def __init__(self, problem: Problem, steps: Sequence[Sequence[Pack]]) -> None:
+    def __init__(self, problem: Problem, steps: Sequence[Sequence[Pack]], looks: int) -> None:
         self.problem = problem
         self.sizes = np.array(problem.sizes)
         self.lengths = np.array(problem.lengths)
@@ -63,8 +68,8 @@ class _Search:
         work = self.sizes[:, None] * problem.time_table / problem.num_ranks
         self.least_work = np.where(problem.fits, work, np.inf).min(axis=0)
         self.keep(Layout(problem, steps))
-        num_packs = len(self.layout.members)
-        self.looks = min(_MOST_LOOKS, _NUMBERS_IN_LOOKS // (len(problem.lengths) + num_packs))
+        numbers = len(problem.lengths) + len(self.layout.members)
+        self.looks = min(looks, looks * _NUMBERS_IN_LOOK // numbers)
 
     def keep(self, layout: Layout) -> None:
         # Without the packs that were dissolved.

@@ -46,15 +46,17 @@ class _Costs:
 class StepPrices:
     """Bounds the time of plans in lockstep by charging samples for time and for rows.
 
-    A group of ``s`` ranks in a step of ``L`` seconds has ``f(s) + sum of t_i(s) <= L`` and
-    ``sum of r_i(s) / C <= 1``. With ``0 <= a <= 1`` and ``m = a * f(s) + (1 - a) * D``, where
-    ``D <= L``, it follows that ``a * sum of t_i(s) + m * sum of r_i(s) / C <= L``. The sizes of a
-    step's groups add up to ``N``: if each sample is charged ``s / N`` times its part of the left
-    side, all samples of a step are charged ``L`` at most, and those of a plan no more than it
-    takes. A sample is charged at least the least over all sizes and over all steps that last
-    ``t_i(s) + f(s)`` or more. ``a`` may be another for each size and for each interval of ``L``
-    (a band, whose lower end is ``D``). In a long step ranks with short samples run out of rows, and
-    ranks with one long sample cannot take a second one: rows are then what is charged.
+    A group of ``s`` ranks in a step of ``L`` seconds has ``f(s) + sum of t_i(s) <= L`` and ``sum of
+    r_i(s) / C <= 1``. With ``0 <= a <= 1`` and ``m = a * f(s) + (1 - a) * D``, where ``D <= L``, it
+    follows that ``a * sum of t_i(s) + m * sum of r_i(s) / C <= L``. The same holds with ``1 <= a <=
+    U / (U - f(s))`` and ``m = a * f(s) + (1 - a) * U``, where ``L <= U``: a sample that has a group
+    to itself then pays for all of its fixed time. The sizes of a step's groups add up to ``N``: if
+    each sample is charged ``s / N`` times its part of the left side, all samples of a step are
+    charged ``L`` at most, and those of a plan no more than it takes. A sample is charged at least
+    the least over all sizes and over all steps that last ``t_i(s) + f(s)`` or more. ``a`` may be
+    another for each size and for each interval of ``L`` (a band, from ``D`` to ``U``). In a long
+    step ranks with short samples run out of rows, and ranks with one long sample cannot take a
+    second one: rows are then what is charged.
 
     The longest step is one, and lasts ``low`` or more, so that it may have charges of its own: with
     ``m - e`` in place of ``m``, where ``0 <= e`` and ``m - e >= 0`` for each size, its samples are
@@ -110,7 +112,8 @@ class StepPrices:
         upper: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         """The charges; ``[num, num_bands + 1, num_sizes]``."""
-        row_price = lower[:, None] + part * (self.fixed - lower[:, None])
+        end = np.where(part <= 1.0, lower[:, None], upper[:, None])
+        row_price = end + part * (self.fixed - end)
         row_price[-1] -= extra
         # Rounding may leave it below 0, which the proof does not allow.
         row_price = np.maximum(row_price, 0.0)
@@ -134,7 +137,9 @@ class StepPrices:
         """``a`` by band and size, that of the longest step last, and ``e``."""
         costs, fixed = self.classes, self.fixed
         part, extra = np.full((len(lower), len(fixed)), 0.8), 0.3 * low
-        slope = costs.work[:, None] - (lower[:, None] - fixed) * costs.space[:, None]
+        time = np.maximum(upper[:, None] - fixed, 1e-12)
+        # Where no time is left beside the fixed one, no sample is on that size.
+        most = np.where(upper[:, None] > fixed, upper[:, None] / time, 1.0)
         best, best_prices = -math.inf, (part, extra)
         first = np.zeros_like(part)
         second = np.zeros_like(part)
@@ -142,7 +147,9 @@ class StepPrices:
         for k in range(_NUM_ITERATIONS):
             # The longest step's row price must not fall below 0.
             gap = np.maximum(low - fixed, 1e-12)
-            part[-1] = np.minimum(part[-1], np.clip((low - extra) / gap, 0.0, 1.0))
+            short = np.clip((low - extra) / gap, 0.0, 1.0)
+            more = np.clip((upper[-1] - extra) / time[-1], 1.0, most[-1])
+            part[-1] = np.minimum(part[-1], np.where(fixed >= extra, more, short))
             table = self._table(costs, part, extra, lower, upper)
             least = table.min(axis=(1, 2))
             total = extra + float((costs.weight * least).sum())
@@ -156,7 +163,9 @@ class StepPrices:
             scale = (soft * np.maximum(least, 1e-300))[:, None, None]
             chance = np.exp((least[:, None, None] - table) / scale)
             chance *= (costs.weight / chance.sum(axis=(1, 2)))[:, None, None]
-            gradient = (chance * slope).sum(axis=0)
+            end = np.where(part < 1.0, lower[:, None], upper[:, None]) - fixed
+            gradient = (chance * costs.work[:, None]).sum(axis=0)
+            gradient -= end * (chance * costs.space[:, None]).sum(axis=0)
             up = 1.0 - float((chance[:, -1] * costs.space).sum())
             # Adam (Kingma and Ba 2015).
             first = 0.8 * first + 0.2 * gradient
@@ -164,7 +173,7 @@ class StepPrices:
             moment, square = 0.8 * moment + 0.2 * up, 0.95 * square + 0.05 * up**2
             correction = math.sqrt(1 - 0.95 ** (k + 1)) / (1 - 0.8 ** (k + 1))
             step = first / (np.sqrt(second) + 1e-12) * correction
-            part = np.clip(part + rate * step, 0.0, 1.0)
+            part = np.clip(part + rate * step, 0.0, most)
             extra += rate * low * moment / (math.sqrt(square) + 1e-12) * correction
             extra = min(max(extra, 0.0), low)
         return best_prices
