@@ -30,10 +30,9 @@ _CLEARLY = 0.99
 # A draft whose bound is less than this part of its time is worth more attempts with many samples as
 # well: as many as for few of them, but no more than so many, and samples in all of them together.
 _POOR, _MORE_ATTEMPTS, _SAMPLES_IN_MORE = 0.93, 40, 40_000
-# Drafts at which a local search starts, and samples up to which there is one.
-_MOST_STARTS, _MOST_SEARCHED = 4, 2048
-# Looks for better packs from each of them, and from the best that comes of these.
-_FEW_LOOKS, _MANY_LOOKS = 60, 600
+# Local searches: from how many of the best plans, and how often each looks for better packs; no
+# search with more samples than this.
+_SEARCHES, _MOST_SEARCHED = ((4, 100), (1, 600)), 2048
 # Ranks of groups that long samples share, over those of the longest, and numbers of such steps.
 _SHARED, _NUM_SHARED, _SAMPLES_IN_SHARED = (1.0, 0.5, 0.25, 0.125), (1, 2, 4, 16), 60_000
 # Limits on the time of a sample that are estimated, as powers of two: for few samples and many.
@@ -145,15 +144,17 @@ class _Attempts:
             return []
         for sizing in self.sizer.parts():
             self._draft(sizing)
-        drafts = sorted(self.starts.values(), key=lambda draft: draft.seconds)[:_MOST_STARTS]
-        found = []
-        for draft in drafts:
-            packs = improve(self.problem, draft.packs, _FEW_LOOKS)
-            found.append((lockstep_seconds(self.problem, packs), packs))
-            if bound >= _POOR * found[-1][0]:
-                return [packs]
-        best = min(found, key=lambda plan: plan[0])[1]
-        return [improve(self.problem, best, _MANY_LOOKS)]
+        drafts = sorted(self.starts.values(), key=lambda draft: draft.seconds)
+        plans = [draft.packs for draft in drafts]
+        for number, looks in _SEARCHES:
+            found = []
+            for packs in plans[:number]:
+                packs = improve(self.problem, packs, looks)
+                found.append((lockstep_seconds(self.problem, packs), packs))
+                if bound >= _POOR * found[-1][0]:
+                    return [packs]
+            plans = [packs for _, packs in sorted(found, key=lambda plan: plan[0])]
+        return plans[:1]
 
     def _try_others(self, plain: Sizing, *, many: bool) -> None:
         sizer = self.sizer
