@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
+from lightning_dcp.cli import cli_options
 from lightning_dcp.commands.compare import compare, main
 from lightning_dcp.commands.comparison import TimedStep, compare_steps, describe
+from lightning_dcp.measured_fit import MeasuredCLI
 
 
 def run(*seconds: float, tokens: int = 100, loss: float = 2.0) -> list[TimedStep]:
@@ -97,9 +101,29 @@ CONFIG = {
 }
 
 
+# What would not go together with what compare asks of the Trainer, or end or slow its steps.
+CALLBACKS = [
+    {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": options}
+    for name, options in {
+        "TQDMProgressBar": {},
+        "ModelCheckpoint": {"every_n_train_steps": 1, "save_top_k": -1},
+        "EarlyStopping": {"monitor": "nothing_logs_this"},
+        "LearningRateMonitor": {},
+        "DeviceStatsMonitor": {},
+    }.items()
+]
+
+
 def test_a_comparison_from_one_checkpoint(tmp_path, capsys):
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(CONFIG))
+    content = copy.deepcopy(CONFIG)
+    content["trainer"]["callbacks"] = [*CALLBACKS, {"class_path": "lightning_dcp.StepReport"}]
+    logger = {"save_dir": str(tmp_path / "logs")}
+    content["trainer"]["logger"] = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": logger,
+    }
+    config.write_text(yaml.safe_dump(content))
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     comparison = compare(
         [str(config)], steps=2, warmup_steps=1, rounds=1, json=str(out), plot=str(picture)
@@ -114,7 +138,11 @@ def test_a_comparison_from_one_checkpoint(tmp_path, capsys):
     assert any("1" in step["cp_sizes"] for step in runs["dynamic"][0])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "times as fast as static" in capsys.readouterr().out
-    assert not list(tmp_path.glob("*.part"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.yaml",
+        out.name,
+        picture.name,
+    ]
 
 
 def test_the_command_takes_one_config_or_several(monkeypatch):
@@ -161,3 +189,15 @@ def test_a_static_size_that_the_config_does_not_tell(tmp_path):
     config.write_text(yaml.safe_dump({**CONFIG, "trainer": trainer}))
     with pytest.raises(ValueError, match="give --context_parallel_size"):
         compare([str(config)])
+
+
+@pytest.mark.parametrize("name", ["quickstart", "static_cp", "mtp", "moe_small", "rl_r3"])
+def test_every_small_config_can_be_measured(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    path = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    cli = MeasuredCLI(**cli_options(), args=[f"--config={path}"], run=False)
+    callbacks = [type(one).__name__ for one in cli.trainer.callbacks]
+    assert "StepReport" in callbacks
+    assert not {"ModelCheckpoint", "TQDMProgressBar", "LearningRateMonitor"} & set(callbacks)
+    assert not cli.trainer.loggers
+    assert not list(tmp_path.iterdir())

@@ -64,7 +64,9 @@ def compare(
 
     Both kinds of run start from one checkpoint and see the same samples, global batches, topology,
     cap, optimizer and precision; ``dynamic_context_parallel`` alone differs. They are run in turn
-    on the same ranks, and warm-up steps are left out.
+    on the same ranks, and warm-up steps are left out. Nothing is logged, validated or saved
+    meanwhile: the config's logger, and its callbacks that save, stop early or show progress, are
+    left out; its other callbacks run.
 
     Args:
         config: Config files as ``lightning-dcp fit`` takes them; later ones override earlier ones.
@@ -122,7 +124,7 @@ def _check(config: list[str], steps: int, warmup_steps: int, rounds: int) -> Non
 
 
 class _Runner:
-    """Runs ``lightning-dcp fit`` in processes of its own, with the config and a few overrides."""
+    """Trains in processes of its own, with the config and a few overrides."""
 
     def __init__(self, config: list[str], folder: Path, context_parallel_size: int | None) -> None:
         self._config = [f"--config={path}" for path in config]
@@ -167,12 +169,10 @@ class _Runner:
 
     def _fit(self, name: str, max_steps: int, overrides: list[str]) -> None:
         command = [
-            sys.executable, "-m", "lightning_dcp", "fit", *self._config,
+            sys.executable, "-m", "lightning_dcp.measured_fit", "fit", *self._config,
             f"--trainer.max_steps={max_steps}",
             "--trainer.max_epochs=-1",
             "--trainer.limit_val_batches=0",
-            "--trainer.logger=false",
-            "--trainer.enable_progress_bar=false",
             f"--trainer.default_root_dir={self._folder / name}",
             *overrides,
         ]  # fmt: skip
