@@ -194,6 +194,7 @@ def test_a_static_size_that_the_config_does_not_tell(tmp_path):
 @pytest.mark.parametrize("name", ["quickstart", "static_cp", "mtp", "moe_small", "rl_r3"])
 def test_every_small_config_can_be_measured(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightning-dcp"])
     path = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
     cli = MeasuredCLI(**cli_options(), args=[f"--config={path}"], run=False)
     callbacks = [type(one).__name__ for one in cli.trainer.callbacks]
