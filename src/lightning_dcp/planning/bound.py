@@ -119,16 +119,15 @@ def raised_bound(problem: Problem, seconds: float) -> float:
     """
     bound = problem.bound
     tables = _Tables.of(problem)
-    low = float(tables.alone.max())
-    if problem.execution != "lockstep" or not bound < seconds or not low < seconds:
+    longest = float(tables.alone.max())
+    if problem.execution != "lockstep" or not bound < seconds or not longest < seconds:
         return bound
     shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
     num_steps, cost, _ = _costs(problem, tables, shares)
     alone = problem.time_table + tables.fixed
-    grid = np.geomspace(low, seconds, _NUM_INTERVALS + 1)
-    grid[0], grid[-1] = low, seconds
+    grid = np.geomspace(longest, seconds, _NUM_INTERVALS + 1)
+    grid[0], grid[-1] = longest, seconds
     prices = StepPrices(problem)
-    longest = float(tables.alone.max())
 
     def within(low: float, high: float) -> float:
         work = np.where(alone <= high, cost, np.inf).min(axis=0)
