@@ -14,7 +14,7 @@ from planning_workloads import (
     workloads_of_units,
 )
 
-from lightning_dcp.alignment import longest_that_fits, rows_per_rank
+from lightning_dcp.alignment import PackPadding, longest_that_fits, rows_per_rank
 from lightning_dcp.planning import (
     CostModel,
     Group,
@@ -25,6 +25,8 @@ from lightning_dcp.planning import (
     evaluate,
     plan_global_batch,
 )
+from lightning_dcp.planning.evaluation import predicted_time
+from lightning_dcp.planning.static import plan_static, plan_static_below
 
 DYNAMIC = ["balanced", "longest_sequence"]
 PLANNERS = [*DYNAMIC, "static"]
@@ -107,6 +109,22 @@ def test_units_stay_in_one_micro_batch(planner: str, workload: dict, prediction:
     assert plan.quality <= 1 + 1e-9
     again = evaluate(plan, prediction["cost_model"], execution=prediction["execution"])
     assert again == plan.report
+
+
+def test_rounding_does_not_rule_out_a_static_plan() -> None:
+    """Whatever is with what, the work is the same, but the last bit of its sum is not."""
+    problem = Problem(
+        lengths=(81_920, 1, 1, 1, 81_920, 81_920, 81_920, 81_920),
+        num_ranks=8,
+        cap=10_496,
+        padding=PackPadding(fp8=True, pad_to_length=10_496),
+        units=((0, 1, 2), (3,), (4,), (5,), (6,), (7,)),
+    )
+    seconds = predicted_time(problem, plan_static(problem))
+    found = plan_static_below(problem, math.nextafter(seconds, math.inf))
+    assert found is not None
+    assert found[1] == seconds
+    assert plan_static_below(problem, seconds) is None
 
 
 @settings(max_examples=100, deadline=None)

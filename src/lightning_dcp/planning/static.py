@@ -12,6 +12,9 @@ from lightning_dcp.planning.packs import Pack, best_fit, lay_out
 from lightning_dcp.planning.plan import Step
 from lightning_dcp.planning.problem import Problem, total_time
 
+# More than rounding can make of a sum, as a part of it.
+_ROUNDING = 1e-12
+
 
 def plan_static(problem: Problem) -> list[Step]:
     """Plans with one CP size: ``context_parallel_size``, or the smallest that holds every sample.
@@ -83,7 +86,9 @@ def plan_static_below(problem: Problem, time: float) -> tuple[list[Step], float]
     for size in _sizes_from(problem, max(problem.min_sizes)):
         num_groups = problem.num_ranks // size
         work = math.fsum(problem.times[size]) / num_groups
-        if work + _fewest_steps(problem, size) * problem.fixed[size] >= time:
+        least = work + _fewest_steps(problem, size) * problem.fixed[size]
+        # Its sum is rounded in another way than a plan's: only what is clearly longer is left out.
+        if least * (1.0 - _ROUNDING) >= time:
             continue
         bins = _pack(problem, size)
         if bins is None:
