@@ -129,12 +129,15 @@ def raised_bound(problem: Problem, seconds: float) -> float:
     grid[0], grid[-1] = longest, seconds
     prices = StepPrices(problem)
 
+    def least_work(high: float) -> NDArray[np.float64]:
+        least: NDArray[np.float64] = np.where(alone <= high, cost, np.inf).min(axis=0)
+        return least
+
     def within(low: float, high: float) -> float:
-        work = np.where(alone <= high, cost, np.inf).min(axis=0)
-        return num_steps * problem.fixed[1] + _sum(work) / problem.num_ranks
+        return num_steps * problem.fixed[1] + _sum(least_work(high)) / problem.num_ranks
 
     def leading(low: float, high: float) -> float:
-        work = np.where(alone <= high, cost, np.inf).min(axis=0)
+        work = least_work(high)
         steps_of = _steps_of_longest(problem, tables, high)
         waste = _waste(problem, tables, high)
         # The longest step has the sample that takes the longest alone, or another one has.

@@ -88,11 +88,8 @@ def _share_step(
 ) -> set[int]:
     """One such step, first fit in the order of ``left``; the samples that it holds."""
     longest, first = left[0], len(bins.size)
-    bins.open(problem, sizes[longest])
+    _open_with(problem, bins, sizes[longest], [longest])
     load, room = bins.load, bins.room
-    load[first] += problem.times[sizes[longest]][longest]
-    room[first] -= problem.rows[sizes[longest]][longest]
-    bins.samples[first].append(longest)
     members = {longest}
     free = problem.num_ranks - sizes[longest]
     rows, times = problem.rows[size], problem.times[size]

@@ -101,7 +101,8 @@ class StepPrices:
         # The longest step's charges come last; the whole of its band is from low to high.
         lower, upper = np.append(ends[:-1], low), np.append(ends[1:], high)
         part, extra = self._prices(lower, upper, low, enough)
-        return self._total(self.costs, part, extra, lower, upper)
+        least = self._table(self.costs, part, extra, lower, upper).min(axis=(1, 2))
+        return extra + math.fsum((self.costs.weight * least).tolist())
 
     def _table(
         self,
@@ -119,17 +120,6 @@ class StepPrices:
         row_price = np.maximum(row_price, 0.0)
         table = part * costs.work[:, None] + row_price * costs.space[:, None]
         return np.where(costs.alone[:, None] > upper[:, None], np.inf, table)
-
-    def _total(
-        self,
-        costs: _Costs,
-        part: NDArray[np.float64],
-        extra: float,
-        lower: NDArray[np.float64],
-        upper: NDArray[np.float64],
-    ) -> float:
-        least = self._table(costs, part, extra, lower, upper).min(axis=(1, 2))
-        return extra + math.fsum((costs.weight * least).tolist())
 
     def _prices(
         self, lower: NDArray[np.float64], upper: NDArray[np.float64], low: float, enough: float
