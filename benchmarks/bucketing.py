@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_dcp.alignment import TIGHT, PackPadding, longest_that_fits
+from lightning_dcp.config.padding import TIGHT, PackPadding, longest_that_fits
 from lightning_dcp.data.lengths import read_length_file
 from lightning_dcp.planning import Plan, execution_of, plan_global_batch
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from dynamic_vs_static import Figures, Options, Run, check_same_work
 from launch import run_on, spread
-from lightning_dcp.commands.calibrate import CalibrateOptions, Result, calibrate
 from lightning_dcp.engine import DynamicCPEngine, PlanSettings
 from lightning_dcp.parallel import ParallelContext, ParallelSizes, quiet_megatron, setup_parallel
 from lightning_dcp.planning import CostModel, execution_of, plan_global_batch
+from lightning_dcp.tools.calibrate.command import CalibrateOptions, Result, calibrate
 
 PLANNERS = ("static", "balanced")
 

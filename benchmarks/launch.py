@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from lightning_dcp.commands import processes
+from lightning_dcp.tools import processes
 
 
 def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:

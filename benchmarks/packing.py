@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_dcp.alignment import row_alignment
+from lightning_dcp.config.padding import row_alignment
 from lightning_dcp.data.lengths import LengthDistribution
 from lightning_dcp.packing import (
     IGNORE_INDEX,

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.alignment import PackPadding, longest_that_fits
+from lightning_dcp.config.padding import PackPadding, longest_that_fits
 from lightning_dcp.data.lengths import LengthDistribution, LengthTable, read_length_file
 from lightning_dcp.planning import (
     H200,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_dcp.model.config import ModelConfig
+from lightning_dcp.config.model import ModelConfig
 
 Weights = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from lightning_dcp.cli import DynamicCPCLI
+from lightning_dcp.tools.lightning_cli import DynamicCPCLI
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -14,7 +14,7 @@ import trainers
 from distributed import run_distributed
 from lightning_dcp import DynamicCPModule
 from lightning_dcp.engine import engine as engine_module
-from lightning_dcp.engine.ahead import PlanAhead, PlanningLoader
+from lightning_dcp.engine.prefetch import PlanAhead, PlanningLoader
 from lightning_dcp.planning import plan_global_batch
 
 

@@ -5,6 +5,7 @@ Importing the package makes the strategy name ``dynamic_cp`` known to Lightning.
 
 from lightning_dcp import _megatron
 from lightning_dcp.callbacks import StepReport
+from lightning_dcp.config.schedule import LRSchedule
 from lightning_dcp.data import ParquetDataModule, SyntheticDataModule, TextDataModule
 from lightning_dcp.engine import OptimizerSettings
 from lightning_dcp.loss import linear_cross_entropy
@@ -21,7 +22,6 @@ from lightning_dcp.objectives import (
 from lightning_dcp.packing import MicroBatch
 from lightning_dcp.planning import Plan, PlanError, plan_global_batch
 from lightning_dcp.prediction_writer import PredictionWriter
-from lightning_dcp.schedule import LRSchedule
 from lightning_dcp.strategy import DynamicCPStrategy
 
 # Here for its side effects, and before the modules that import Megatron-Core themselves.

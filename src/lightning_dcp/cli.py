@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import lightning.pytorch as pl
 from jsonargparse import set_parsing_settings
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_dcp.commands import COMMANDS
-from lightning_dcp.module import DynamicCPModule
+from lightning_dcp.tools import COMMANDS
 
 _OF_LIGHTNING = {
     "fit": "train a model",
@@ -21,20 +15,6 @@ _OF_LIGHTNING = {
     "test": "evaluate a model on test data",
     "predict": "log-probabilities and entropies of a data set, in its order",
 }
-
-
-class DynamicCPCLI(LightningCLI):
-    """LightningCLI with a DynamicCPModule (or a subclass) and any DataModule."""
-
-    def predict(self, return_predictions: bool | None = None, **options: Any) -> None:
-        """Runs ``predict`` and keeps nothing: a PredictionWriter stores it batch by batch."""
-        trainer: Any = self.trainer  # mypy does not see the callbacks that Lightning sets on it.
-        if not any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):
-            rank_zero_warn(
-                "Nothing stores the predictions: give trainer.callbacks a "
-                "lightning_dcp.PredictionWriter."
-            )
-        trainer.predict(return_predictions=bool(return_predictions), **options)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -51,22 +31,9 @@ def main(args: Sequence[str] | None = None) -> None:
     elif given in (["-h"], ["--help"]):
         print(_help())
     else:
+        from lightning_dcp.tools.lightning_cli import DynamicCPCLI, cli_options
+
         DynamicCPCLI(**cli_options(), args=given)
-
-
-def cli_options() -> dict[str, Any]:
-    """What the command gives LightningCLI."""
-    return {
-        "model_class": DynamicCPModule,
-        "datamodule_class": pl.LightningDataModule,
-        "subclass_mode_model": True,
-        "subclass_mode_data": True,
-        "seed_everything_default": 0,
-        # The module makes its optimizer itself, on the strategy's model.
-        "auto_configure_optimizers": False,
-        "save_config_kwargs": {"overwrite": True},
-        "parser_kwargs": {"description": "Dynamic context parallelism for PyTorch Lightning."},
-    }
 
 
 def _help() -> str:

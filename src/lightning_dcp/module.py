@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast, override
 
@@ -10,7 +11,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
-from lightning_dcp.engine import OptimizerSettings, StepResult
+from lightning_dcp.config.schedule import LRSchedule
+from lightning_dcp.engine import OptimizerSettings, StepResult, lr_scheduler
 from lightning_dcp.model import (
     ROUTES,
     HiddenStates,
@@ -38,8 +40,7 @@ from lightning_dcp.packing import (
     unpack_rows,
 )
 from lightning_dcp.parallel import bind_micro_batch
-from lightning_dcp.refusals import Run, refuse
-from lightning_dcp.schedule import LRSchedule
+from lightning_dcp.rules import Run, refuse
 
 if TYPE_CHECKING:
     from lightning_dcp.strategy import DynamicCPStrategy
@@ -357,8 +358,7 @@ class DynamicCPModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Megatron-Core's optimizer and a torch scheduler; one step of both a global batch."""
         optimizer = self._strategy.build_optimizer(self.optimizer_settings)
-        total = self.lr_schedule.total_steps(self.trainer)
-        scheduler = self.lr_schedule.scheduler(optimizer, total)
+        scheduler = lr_scheduler(self.lr_schedule, optimizer, self._total_steps())
         return cast(
             OptimizerLRScheduler,
             {
@@ -366,3 +366,15 @@ class DynamicCPModule(LightningModule):
                 "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
             },
         )
+
+    def _total_steps(self) -> int | None:
+        """Optimizer steps of the whole fit; None where the schedule does not need them."""
+        if self.lr_schedule.kind == "constant":
+            return None
+        steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(steps):
+            raise ValueError(
+                f"lr_schedule.kind={self.lr_schedule.kind!r} needs an end: give "
+                "Trainer(max_steps=...), or use kind='constant'."
+            )
+        return int(steps)

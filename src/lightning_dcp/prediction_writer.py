@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
+from lightning_dcp.config.requirements import PYARROW_AVAILABLE
 from lightning_dcp.packing import is_jagged, read_jagged
-from lightning_dcp.requirements import PYARROW_AVAILABLE
 
 
 class PredictionWriter(BasePredictionWriter):

@@ -34,8 +34,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
-from lightning_dcp.alignment import PackPadding
-from lightning_dcp.calibration_file import read_calibration
+from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.engine import (
     DynamicCPEngine,
     MegatronOptimizer,
@@ -63,8 +62,9 @@ from lightning_dcp.parallel import (
     setup_parallel,
 )
 from lightning_dcp.planning import CostModel
+from lightning_dcp.planning.cost.calibration_file import read_calibration
 from lightning_dcp.precision import MegatronPrecision
-from lightning_dcp.refusals import Run, check_cap, refuse, resolve_cap
+from lightning_dcp.rules import Run, check_cap, refuse, resolve_cap
 
 
 class DynamicCPStrategy(ParallelStrategy):
@@ -404,7 +404,11 @@ class DynamicCPStrategy(ParallelStrategy):
         if self._ddp is None or self.lightning_module is None:
             raise RuntimeError("build_optimizer works inside configure_optimizers only.")
         settings = settings or OptimizerSettings()
-        config = settings.to_megatron() if isinstance(settings, OptimizerSettings) else settings
+        config = (
+            OptimizerConfig(**vars(settings))
+            if isinstance(settings, OptimizerSettings)
+            else settings
+        )
         clip = self.lightning_module.trainer.gradient_clip_val or 0.0
         return build_optimizer(self._ddp, self.context, config, clip_grad=float(clip))
 

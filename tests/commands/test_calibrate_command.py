@@ -11,12 +11,12 @@ from lightning.pytorch import Trainer
 
 from distributed import run_distributed
 from lightning_dcp import DynamicCPModule, DynamicCPStrategy, ModelConfig, SyntheticDataModule
-from lightning_dcp.alignment import rows_per_rank
-from lightning_dcp.calibration_file import read_calibration
 from lightning_dcp.cli import main
-from lightning_dcp.commands.measuring import grid
+from lightning_dcp.config.padding import rows_per_rank
 from lightning_dcp.data import LengthDistribution
 from lightning_dcp.planning import evaluate
+from lightning_dcp.planning.cost.calibration_file import read_calibration
+from lightning_dcp.tools.calibrate.measuring import grid
 
 MODEL = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=64)
 OTHER = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64)

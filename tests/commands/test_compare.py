@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_dcp.cli import cli_options
-from lightning_dcp.commands.compare import compare, main
-from lightning_dcp.commands.comparison import TimedStep, compare_steps, describe
-from lightning_dcp.measured_fit import MeasuredCLI
+from lightning_dcp.tools.compare.command import compare, main
+from lightning_dcp.tools.compare.comparison import TimedStep, compare_steps, describe
+from lightning_dcp.tools.compare.measured_fit import MeasuredCLI
+from lightning_dcp.tools.lightning_cli import cli_options
 
 
 def run(*seconds: float, tokens: int = 100, loss: float = 2.0) -> list[TimedStep]:
@@ -152,7 +152,7 @@ def test_the_command_takes_one_config_or_several(monkeypatch):
     def watched(**given):
         seen.append(given)
 
-    monkeypatch.setattr("lightning_dcp.commands.compare.compare", watched)
+    monkeypatch.setattr("lightning_dcp.tools.compare.command.compare", watched)
     for options in (["--config=a.yaml"], ["--config=[a.yaml,b.yaml]"]):
         main([*options, "--steps=3", "--json=out.json"])
     assert [given["config"] for given in seen] == ["a.yaml", ["a.yaml", "b.yaml"]]

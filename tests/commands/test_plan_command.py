@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 import yaml
 
-from lightning_dcp.alignment import PackPadding
-from lightning_dcp.calibration_file import Calibration
 from lightning_dcp.cli import main
-from lightning_dcp.commands.lengths import LengthOptions, read_batches
+from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.data import LengthDistribution
 from lightning_dcp.planning import (
     CPU,
@@ -31,6 +29,8 @@ from lightning_dcp.planning import (
     Step,
     evaluate,
 )
+from lightning_dcp.planning.cost.calibration_file import Calibration
+from lightning_dcp.tools.plan.lengths import LengthOptions, read_batches
 
 POOL = ["--num_ranks=4", "--max_seqlen_per_dp_cp_rank=512"]
 LONG_TAIL = ["--lengths.kind=long_tail", "--lengths.low=64", "--lengths.high=2048"]
@@ -406,7 +406,7 @@ def test_a_missing_matplotlib_is_named(capsys, monkeypatch):
     from lightning_utilities.core.imports import RequirementCache
 
     missing = RequirementCache("matplotlib>=999")
-    monkeypatch.setattr("lightning_dcp.commands.plots.MATPLOTLIB_AVAILABLE", missing)
+    monkeypatch.setattr("lightning_dcp.tools.plots.MATPLOTLIB_AVAILABLE", missing)
     message = refused(capsys, *POOL, *LONG_TAIL, *FEW, "--plot=plan.png")
     assert "matplotlib" in message
     assert "999" in message

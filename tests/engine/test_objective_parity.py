@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import reference
 from distributed import run_distributed
 from lightning_dcp import DPO, DynamicCPModule, ModelConfig, OptimizerSettings, ValueLoss
-from lightning_dcp.alignment import row_alignment
+from lightning_dcp.config.padding import row_alignment
 from lightning_dcp.engine import (
     DynamicCPEngine,
     PlanSettings,
@@ -29,11 +29,11 @@ from lightning_dcp.engine import (
     wrap_ddp,
 )
 from lightning_dcp.model import build_gpt_model
-from lightning_dcp.model.whole import merge_over_tp
+from lightning_dcp.model.global_names import merge_over_tp
 from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
-from lightning_dcp.planning.balanced import plan_balanced
 from lightning_dcp.planning.plan import Group, Step
-from lightning_dcp.planning.static import plan_static
+from lightning_dcp.planning.planners.balanced import plan_balanced
+from lightning_dcp.planning.planners.static import plan_static
 
 CONFIG = ModelConfig(
     num_layers=2,

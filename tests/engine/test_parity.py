@@ -21,7 +21,7 @@ from lightning_dcp.engine import (
 )
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import ModelConfig, build_gpt_model, hidden_states
-from lightning_dcp.model.whole import merge_over_tp
+from lightning_dcp.model.global_names import merge_over_tp
 from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
 
 CONFIG = ModelConfig(

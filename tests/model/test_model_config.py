@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dcp.model import ModelConfig
-from lightning_dcp.model.config import transformer_config
+from lightning_dcp.model.megatron_config import transformer_config
 from lightning_dcp.parallel import ParallelSizes, quiet_megatron
 
 

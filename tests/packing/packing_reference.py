@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dcp.alignment import TIGHT, PackPadding
+from lightning_dcp.config.padding import TIGHT, PackPadding
 from lightning_dcp.packing import GlobalBatch, MicroBatch, pack_micro_batch
 
 CP_SIZES = (1, 2, 3, 4, 5, 8)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from packing_reference import Case, cases, padded_lengths, rows_of_rank
 
-from lightning_dcp.alignment import PackPadding
+from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.packing import PackLayout
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_reference import CP_SIZES, nested
 
-from lightning_dcp.alignment import PackPadding
+from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.packing import (
     PackLayout,
     UnpackedSamples,

@@ -6,7 +6,7 @@ import math
 
 from hypothesis import strategies as st
 
-from lightning_dcp.alignment import PackPadding, longest_that_fits
+from lightning_dcp.config.padding import PackPadding, longest_that_fits
 from lightning_dcp.planning import H200, QWEN3_30B_A3B, CostModel
 
 COST_MODELS = {

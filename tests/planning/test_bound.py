@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_workloads import COST_MODELS, predictions, workloads
 
-from lightning_dcp.alignment import PackPadding, longest_that_fits
+from lightning_dcp.config.padding import PackPadding, longest_that_fits
 from lightning_dcp.planning import CostModel, Problem, lower_bound, plan_global_batch
-from lightning_dcp.planning.balanced import plan_balanced
 from lightning_dcp.planning.bound import raised_bound
-from lightning_dcp.planning.evaluation import predicted_time
+from lightning_dcp.planning.planners.balanced import plan_balanced
+from lightning_dcp.planning.report import predicted_time
 from lightning_dcp.planning.step_prices import StepPrices
 
 # What rounding may add up to.

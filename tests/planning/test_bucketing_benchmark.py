@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_dcp.alignment import TIGHT, PackPadding
+from lightning_dcp.config.padding import TIGHT, PackPadding
 from lightning_dcp.data import LengthDistribution
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "bucketing.py"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dcp.alignment import rows_per_rank
+from lightning_dcp.config.padding import rows_per_rank
 from lightning_dcp.planning import CPU, H100, H200, LLAMA_8B, QWEN3_30B_A3B, CostModel, ModelSizes
 
 SIZES = (1, 2, 4, 8, 16, 6)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from lightning_dcp.alignment import longest_that_fits
+from lightning_dcp.config.padding import longest_that_fits
 from lightning_dcp.data.lengths import LengthDistribution
 from lightning_dcp.planning import (
     H200,
@@ -16,12 +16,12 @@ from lightning_dcp.planning import (
     CostModel,
     Plan,
     Problem,
-    balanced,
     plan_global_batch,
 )
-from lightning_dcp.planning.layout import Layout, lockstep_seconds, split_slowest
-from lightning_dcp.planning.local_search import improve
-from lightning_dcp.planning.packs import Pack, lay_out, whole_pool_packs
+from lightning_dcp.planning.planners import balanced
+from lightning_dcp.planning.planners.layout import Layout, lockstep_seconds, split_slowest
+from lightning_dcp.planning.planners.local_search import improve
+from lightning_dcp.planning.planners.packs import Pack, lay_out, whole_pool_packs
 
 FREE = {
     "seconds_per_pair": 0.0,

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from lightning_dcp.alignment import PackPadding
+from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.planning import CostModel, Group, Plan, PlanError, Step
 
 FIRST = Step((Group(0, 2, (0,)), Group(2, 1, (1,)), Group(3, 1, (2, 3))))

@@ -14,7 +14,7 @@ from planning_workloads import (
     workloads_of_units,
 )
 
-from lightning_dcp.alignment import PackPadding, longest_that_fits, rows_per_rank
+from lightning_dcp.config.padding import PackPadding, longest_that_fits, rows_per_rank
 from lightning_dcp.planning import (
     CostModel,
     Group,
@@ -25,8 +25,8 @@ from lightning_dcp.planning import (
     evaluate,
     plan_global_batch,
 )
-from lightning_dcp.planning.evaluation import predicted_time
-from lightning_dcp.planning.static import plan_static, plan_static_below
+from lightning_dcp.planning.planners.static import plan_static, plan_static_below
+from lightning_dcp.planning.report import predicted_time
 
 DYNAMIC = ["balanced", "longest_sequence"]
 PLANNERS = [*DYNAMIC, "static"]

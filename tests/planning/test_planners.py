@@ -11,10 +11,10 @@ from lightning_dcp.planning import (
     Plan,
     Problem,
     Step,
-    balanced,
     plan_global_batch,
 )
-from lightning_dcp.planning.packs import Pack, complete
+from lightning_dcp.planning.planners import balanced
+from lightning_dcp.planning.planners.packs import Pack, complete
 
 
 def long_tail(seed: int, num_samples: int) -> np.ndarray:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dcp.config.requirements import PYARROW_AVAILABLE
 from lightning_dcp.data.documents import find_files
 from lightning_dcp.data.loaders import check_counts, global_batch_loader, predict_loader
-from lightning_dcp.requirements import PYARROW_AVAILABLE
 
 
 class ParquetDataModule(LightningDataModule):

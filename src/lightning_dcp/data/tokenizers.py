@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.config.requirements import TRANSFORMERS_AVAILABLE
 from lightning_dcp.data.documents import file_state
-from lightning_dcp.requirements import TRANSFORMERS_AVAILABLE
 
 
 class Tokenizer(Protocol):

@@ -1,7 +1,7 @@
 """Forward and backward over a plan, the optimizer, and full checkpoints of sharded states."""
 
+from lightning_dcp.config.optimizer import OptimizerSettings
 from lightning_dcp.engine.agreement import agree_on_file
-from lightning_dcp.engine.ahead import PlanningLoader
 from lightning_dcp.engine.checkpoint import (
     full_model_state,
     full_optimizer_state,
@@ -15,7 +15,9 @@ from lightning_dcp.engine.engine import (
     PlanSettings,
     StepResult,
 )
-from lightning_dcp.engine.optimizer import MegatronOptimizer, OptimizerSettings, build_optimizer
+from lightning_dcp.engine.lr_scheduler import lr_scheduler
+from lightning_dcp.engine.optimizer import MegatronOptimizer, build_optimizer
+from lightning_dcp.engine.prefetch import PlanningLoader
 
 __all__ = [
     "DynamicCPEngine",
@@ -31,6 +33,7 @@ __all__ = [
     "full_optimizer_state",
     "load_full_model_state",
     "load_full_optimizer_state",
+    "lr_scheduler",
     "wrap_chunks",
     "wrap_ddp",
 ]

@@ -16,7 +16,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from lightning_dcp.engine.optimizer import MegatronOptimizer
-from lightning_dcp.model.whole import WholeNames, is_copy, merge_over_tp, split_for_tp, tied_to
+from lightning_dcp.model.global_names import (
+    WholeNames,
+    is_copy,
+    merge_over_tp,
+    split_for_tp,
+    tied_to,
+)
 from lightning_dcp.parallel import ParallelContext
 
 _FORMAT = "lightning_dcp.optimizer.v1"

@@ -15,12 +15,12 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dcp.alignment import rows_per_rank
+from lightning_dcp.config.padding import rows_per_rank
 from lightning_dcp.engine.agreement import agree_on_lengths
-from lightning_dcp.engine.ahead import PlanAhead, UnitIds, read_units
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.engine.mtp_losses import collect_mtp_losses
 from lightning_dcp.engine.pipeline import run_pipeline
+from lightning_dcp.engine.prefetch import PlanAhead, UnitIds, read_units
 from lightning_dcp.engine.router_losses import collect_router_losses
 from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes, routes_of
 from lightning_dcp.model import ROUTES, RouteShape, check_routes, model_chunks

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_dcp.packing import PackLayout
-from lightning_dcp.parallel.binding import BoundSequences
+from lightning_dcp.parallel.packed_params import BoundSequences
 
 
 class PackedAttention(MegatronModule):

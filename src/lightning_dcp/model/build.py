@@ -24,13 +24,14 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from lightning_dcp.config.model import ModelConfig, Recompute
 from lightning_dcp.model.attention import PackedAttention
-from lightning_dcp.model.config import ModelConfig, Recompute, transformer_config
+from lightning_dcp.model.global_names import initialize, mark_whole_experts
+from lightning_dcp.model.heads import put_value_head
+from lightning_dcp.model.megatron_config import transformer_config
 from lightning_dcp.model.moe import PackedMoELayer, PackedTopKRouter
 from lightning_dcp.model.mtp import MTPModel, mtp_block
 from lightning_dcp.model.norm import RMSNorm
-from lightning_dcp.model.value_head import put_value_head
-from lightning_dcp.model.whole import initialize, mark_whole_experts
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 
 # Rope needs no table of positions; Megatron-Core asks for the number all the same.

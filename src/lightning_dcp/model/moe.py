@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from lightning_dcp.model.router_replay import PackedRouterReplay, moe_layer_index
-from lightning_dcp.parallel.binding import BoundSequences
+from lightning_dcp.parallel.packed_params import BoundSequences
 
 
 class PackedTopKRouter(TopKRouter):

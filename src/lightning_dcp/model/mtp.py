@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model.norm import RMSNorm
-from lightning_dcp.parallel.binding import BoundSequences
+from lightning_dcp.parallel.packed_params import BoundSequences
 
 
 class PackedMTPLayer(MultiTokenPredictionLayer):

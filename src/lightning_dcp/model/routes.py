@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dcp.model.config import ModelConfig
+from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.packing import GlobalBatch, Jagged
 
 ROUTES = "routed_experts"

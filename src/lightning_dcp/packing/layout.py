@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.alignment import TIGHT, PackPadding, row_alignment
+from lightning_dcp.config.padding import TIGHT, PackPadding, row_alignment
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dcp.alignment import TIGHT, PackPadding
+from lightning_dcp.config.padding import TIGHT, PackPadding
 from lightning_dcp.packing.batch import IGNORE_INDEX, GlobalBatch
 from lightning_dcp.packing.jagged import Jagged
 from lightning_dcp.packing.layout import PackLayout

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.cpu_mode import disable_cpu_mode, enable_cpu_mode
 from lightning_dcp.parallel.groups import DynamicCPGroups
-from lightning_dcp.parallel.sizes import ParallelSizes
 
 
 @dataclass

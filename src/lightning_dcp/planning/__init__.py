@@ -1,8 +1,9 @@
 """Planning: which ranks run which samples together, step by step. Pure Python and NumPy."""
 
+from lightning_dcp.config.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
 from lightning_dcp.planning.api import PLANNERS, Planner, plan_global_batch
 from lightning_dcp.planning.bound import lower_bound
-from lightning_dcp.planning.calibration import (
+from lightning_dcp.planning.cost.calibration import (
     MeasuredMicroBatch,
     cost_model_from_json,
     cost_model_to_json,
@@ -10,14 +11,13 @@ from lightning_dcp.planning.calibration import (
     predict,
     r_squared,
 )
-from lightning_dcp.planning.cost import CostModel, CostParts
-from lightning_dcp.planning.devices import CPU, H100, H200, DevicePreset
-from lightning_dcp.planning.evaluation import PlanReport, evaluate
-from lightning_dcp.planning.megatron import has_megatron_scheduler
-from lightning_dcp.planning.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
-from lightning_dcp.planning.packs import Pack, complete, lay_out
+from lightning_dcp.planning.cost.model import CostModel, CostParts
+from lightning_dcp.planning.cost.presets import CPU, H100, H200, DevicePreset
 from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
-from lightning_dcp.planning.problem import Execution, Problem, execution_of
+from lightning_dcp.planning.planners.megatron import has_megatron_scheduler
+from lightning_dcp.planning.planners.packs import Pack, complete, lay_out
+from lightning_dcp.planning.report import PlanReport, evaluate
+from lightning_dcp.planning.request import Execution, Problem, execution_of
 
 __all__ = [
     "CPU",

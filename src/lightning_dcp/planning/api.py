@@ -9,21 +9,21 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.alignment import PackPadding
-from lightning_dcp.planning.balanced import plan_balanced
-from lightning_dcp.planning.cost import CostModel
-from lightning_dcp.planning.evaluation import report
-from lightning_dcp.planning.longest_sequence import plan_longest_sequence
-from lightning_dcp.planning.megatron import plan_megatron
+from lightning_dcp.config.padding import PackPadding
+from lightning_dcp.planning.cost.model import CostModel
 from lightning_dcp.planning.plan import Plan, Step
-from lightning_dcp.planning.problem import (
+from lightning_dcp.planning.planners.balanced import plan_balanced
+from lightning_dcp.planning.planners.longest_sequence import plan_longest_sequence
+from lightning_dcp.planning.planners.megatron import plan_megatron
+from lightning_dcp.planning.planners.static import plan_static
+from lightning_dcp.planning.report import report
+from lightning_dcp.planning.request import (
     Execution,
     Problem,
     as_lengths,
     as_units,
     check_positive_int,
 )
-from lightning_dcp.planning.static import plan_static
 
 type Planner = Callable[[Problem], Sequence[Step]]
 
@@ -73,7 +73,7 @@ def plan_global_batch(
             more, and the cap must be as large.
         pad_to_length_bucket: Round the rows that a rank holds of a micro-batch up to a multiple of
             this, and of all else that must divide them; the cap holds after rounding.
-        fp8: Pad for FP8 kernels, as :class:`~lightning_dcp.alignment.PackPadding`.
+        fp8: Pad for FP8 kernels, as :class:`~lightning_dcp.config.padding.PackPadding`.
         keep_together: An int for each sample: samples with equal ones (such as the two answers of
             a pair) go into the same micro-batch. ``None`` leaves all samples free.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lightning_dcp.planning.step_prices import StepPrices
 
 if TYPE_CHECKING:
-    from lightning_dcp.planning.problem import Problem
+    from lightning_dcp.planning.request import Problem
 
 # The k of the shares; 0 stands for the share as it is.
 _ROUNDINGS = (0, 1, 2, 3)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lightning_dcp.alignment import TIGHT, PackPadding
+from lightning_dcp.config.padding import TIGHT, PackPadding
 
 if TYPE_CHECKING:
-    from lightning_dcp.planning.evaluation import PlanReport
+    from lightning_dcp.planning.report import PlanReport
 
 
 class PlanError(ValueError):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from lightning_dcp.planning.problem import Problem
+    from lightning_dcp.planning.request import Problem
 
 # Intervals of the time of a step with prices of their own.
 _NUM_BANDS = 8

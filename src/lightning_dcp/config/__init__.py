@@ -1,0 +1,1 @@
+"""Ground floor: configuration dataclasses and their checks; no torch, no Megatron, no Lightning."""

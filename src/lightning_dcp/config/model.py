@@ -1,0 +1,261 @@
+"""The model's sizes and what is recomputed, as small typed configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_dcp.config.model_sizes import ModelSizes
+from lightning_dcp.config.moe import MoEConfig
+from lightning_dcp.config.parallel import ParallelSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of a decoder with rope, RMSNorm and a gated MLP (Llama, Qwen)."""
+
+    num_layers: int = 4
+    """Transformer layers."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    num_attention_heads: int = 8
+    """Query heads."""
+    num_query_groups: int | None = None
+    """Key and value heads (grouped-query attention); as many as query heads by default."""
+    kv_channels: int | None = None
+    """Width of a head; hidden_size / num_attention_heads by default."""
+    ffn_hidden_size: int | None = None
+    """Width of the gated MLP; 8 / 3 of hidden_size, rounded up to a multiple of 64, by default."""
+    vocab_size: int = 257
+    """Token ids are 0 to vocab_size - 1; 257 is the byte-level tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding's rows are padded to a multiple of this; padding rows never count."""
+    rotary_base: float = 10000.0
+    """Base of the rotary position embedding."""
+    qk_layernorm: bool = False
+    """RMSNorm on the heads of queries and keys (Qwen3)."""
+    tie_word_embeddings: bool = False
+    """Whether the output layer shares the embedding's weights."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    moe: MoEConfig | None = None
+    """Experts in place of the MLPs; None for a dense model."""
+    head: Literal["vocabulary", "value"] = "vocabulary"
+    """What the model ends in: logits of the vocabulary, or one value a token (a critic)."""
+    mtp_num_layers: int = 0
+    """Depths of multi-token prediction: layers that are trained to predict tokens further on."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean over the depths of their losses, each a mean over its own targets."""
+
+    def __post_init__(self) -> None:
+        if self.moe is not None and not isinstance(self.moe, MoEConfig):
+            raise TypeError(f"moe must be a MoEConfig, found a {type(self.moe).__name__}.")
+        for name in (
+            "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+            "ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, found {value}.")
+        for name in ("rotary_base", "layernorm_epsilon", "init_method_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, found {getattr(self, name)}.")
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}. Change one of them, or give kv_channels."
+            )
+        if self.head_width % 2:
+            raise ValueError(f"The width of a head must be even for rope, found {self.head_width}.")
+        if self.num_attention_heads % self.query_groups:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_query_groups={self.query_groups}."
+            )
+        self._check_head()
+        self._check_mtp()
+
+    def _check_head(self) -> None:
+        if self.head not in ("vocabulary", "value"):
+            raise ValueError(f"head={self.head!r} is neither 'vocabulary' nor 'value'.")
+        if self.head == "value" and self.tie_word_embeddings:
+            raise ValueError(
+                "head='value' has no output embedding that tie_word_embeddings=True could share. "
+                "Set tie_word_embeddings=False."
+            )
+
+    def _check_mtp(self) -> None:
+        if self.mtp_num_layers < 0:
+            raise ValueError(f"mtp_num_layers must not be negative, found {self.mtp_num_layers}.")
+        if not self.mtp_loss_scaling_factor >= 0:
+            raise ValueError(
+                f"mtp_loss_scaling_factor must not be negative, found "
+                f"{self.mtp_loss_scaling_factor}."
+            )
+        if self.mtp_num_layers and self.head == "value":
+            raise ValueError(
+                f"mtp_num_layers={self.mtp_num_layers} predicts tokens, which head='value' cannot. "
+                "Set mtp_num_layers=0."
+            )
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the gated MLP."""
+        return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 64)) * 64
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """The sizes as planning knows them, whose fingerprint names the model."""
+        return ModelSizes(
+            # A depth of multi-token prediction costs about what a layer does.
+            num_layers=self.num_layers + self.mtp_num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.query_groups,
+            head_dim=self.head_width,
+            intermediate_size=self.ffn_width,
+            vocab_size=self.vocab_size,
+            **self._moe_sizes(),
+        )
+
+    def _moe_sizes(self) -> dict[str, int]:
+        if self.moe is None:
+            return {}
+        return {
+            "num_experts": self.moe.num_experts,
+            "num_experts_per_tok": self.moe.topk,
+            "moe_intermediate_size": self.moe.ffn_hidden_size or self.ffn_width,
+            "shared_expert_intermediate_size": self.moe.shared_expert_ffn_hidden_size or 0,
+        }
+
+    def check_parallel(self, sizes: ParallelSizes) -> None:
+        """Refuses parallel sizes that do not divide what they split.
+
+        Raises:
+            ValueError: TP, EP, PP or VPP does not divide heads, experts or layers; expert
+                parallelism without experts; or experts under TP without sequence parallelism.
+        """
+        self.check_tensor_parallel(sizes.tensor_model_parallel_size)
+        stages = sizes.pipeline_model_parallel_size * sizes.virtual_pipeline_model_parallel_size
+        if self.num_layers % stages:
+            raise ValueError(
+                f"num_layers={self.num_layers} is not a multiple of the pipeline's stages: "
+                f"pipeline_model_parallel_size={sizes.pipeline_model_parallel_size} x "
+                "virtual_pipeline_model_parallel_size="
+                f"{sizes.virtual_pipeline_model_parallel_size} = {stages}."
+            )
+        ep_size = sizes.expert_model_parallel_size
+        if self.moe is None:
+            if ep_size > 1:
+                raise ValueError(
+                    f"expert_model_parallel_size={ep_size} shares experts among ranks, and the "
+                    "model has none. Leave it at 1, or give model.moe."
+                )
+            return
+        if self.moe.num_experts % ep_size:
+            raise ValueError(
+                f"expert_model_parallel_size={ep_size} does not divide moe.num_experts="
+                f"{self.moe.num_experts}."
+            )
+        if sizes.tensor_model_parallel_size > 1 and not sizes.sequence_parallel:
+            raise ValueError(
+                f"tensor_model_parallel_size={sizes.tensor_model_parallel_size} with experts needs "
+                "sequence_parallel=True: every tensor-parallel rank would route the same rows."
+            )
+        if self.moe.token_dispatcher == "allgather" and sizes.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "moe.token_dispatcher='allgather' does not work with "
+                f"pipeline_model_parallel_size={sizes.pipeline_model_parallel_size}: Megatron-Core "
+                "sends packs of varying lengths between stages with 'alltoall' only."
+            )
+
+    def check_tensor_parallel(self, tp_size: int) -> None:
+        """Refuses a tensor-parallel size that does not divide what it splits.
+
+        Raises:
+            ValueError: It does not divide the heads, query groups, MLP width or padded vocabulary.
+        """
+        for name, value in (
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_query_groups", self.query_groups),
+            ("ffn_hidden_size", self.ffn_width),
+            ("the padded vocabulary (make_vocab_size_divisible_by)", self.padded_vocab_size),
+        ):
+            if value % tp_size:
+                raise ValueError(
+                    f"tensor_model_parallel_size={tp_size} does not divide {name}={value}."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What the forward pass throws away and the backward pass computes again, to save memory.
+
+    Raises:
+        ValueError: Options of one granularity with the other.
+    """
+
+    granularity: Literal["full", "selective"] | None = None
+    """full: whole layers; selective: the named modules of each layer; None: nothing."""
+    method: Literal["uniform", "block"] = "uniform"
+    """full only. uniform: chunks of num_layers layers; block: the first num_layers of a stage."""
+    num_layers: int = 1
+    """full only. Layers of a chunk, or of the block."""
+    modules: tuple[str, ...] = ("core_attn",)
+    """selective only. core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
+
+    def __post_init__(self) -> None:
+        known = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+        unknown = sorted(set(self.modules) - set(known))
+        if unknown:
+            raise ValueError(f"recompute.modules are of {known}, found {unknown}.")
+        if self.num_layers < 1:
+            raise ValueError(f"recompute.num_layers must be at least 1, found {self.num_layers}.")
+
+    def megatron_options(self) -> dict[str, Any]:
+        """Megatron-Core's options."""
+        if self.granularity == "full":
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": self.method,
+                "recompute_num_layers": self.num_layers,
+            }
+        if self.granularity == "selective":
+            return {
+                "recompute_granularity": "selective",
+                "recompute_modules": list(self.modules),
+            }
+        return {}
+
+
+def check_mtp_recompute(config: ModelConfig, recompute: Recompute) -> None:
+    """Refuses a recomputation that Megatron-Core lacks for multi-token prediction.
+
+    Raises:
+        ValueError: Full recomputation by blocks, or by chunks of several layers.
+    """
+    whole_layers = (recompute.method, recompute.num_layers) == ("uniform", 1)
+    if config.mtp_num_layers and recompute.granularity == "full" and not whole_layers:
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} with recompute.granularity='full' works with "
+            "recompute.method='uniform' and recompute.num_layers=1 only, found "
+            f"{recompute.method!r} and {recompute.num_layers}."
+        )

@@ -1,0 +1,1 @@
+"""What a micro-batch costs: the model, figures of devices, and calibration."""

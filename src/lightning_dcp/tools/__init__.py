@@ -1,0 +1,41 @@
+"""Commands of ``lightning-dcp`` besides LightningCLI's: folders with a ``command.main``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, imported when it runs.
+
+    Attributes:
+        name: As typed; the folder with that name holds ``command.main(args)``.
+        summary: A line for ``lightning-dcp --help``.
+    """
+
+    name: str
+    summary: str
+
+    def run(self, args: Sequence[str]) -> None:
+        """Runs the command; what the user got wrong ends it with a message and no traceback."""
+        try:
+            import_module(f"{__name__}.{self.name}.command").main(list(args))
+        except (ValueError, ImportError) as error:
+            sys.exit(f"lightning-dcp {self.name}: error: {error}")
+
+
+COMMANDS = MappingProxyType(
+    {
+        command.name: command
+        for command in (
+            Command("plan", "predict what dynamic context parallelism does for your lengths"),
+            Command("calibrate", "measure your model on this machine, for better predictions"),
+            Command("compare", "compare static and dynamic context parallelism on one config"),
+        )
+    }
+)

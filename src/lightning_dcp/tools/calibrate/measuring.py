@@ -1,0 +1,253 @@
+"""Times micro-batches of a model: forward and backward pass, on CP groups of several sizes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_dcp.config.padding import longest_that_fits, rows_per_rank
+from lightning_dcp.engine import wrap_ddp
+from lightning_dcp.loss import linear_cross_entropy
+from lightning_dcp.model import ModelConfig, build_gpt_model, hidden_states
+from lightning_dcp.packing import GlobalBatch, pack_micro_batch, read_global_batch
+from lightning_dcp.parallel import (
+    ParallelContext,
+    ParallelSizes,
+    bind_micro_batch,
+    install_cp_hooks,
+    quiet_megatron,
+    setup_parallel,
+)
+from lightning_dcp.planning import MeasuredMicroBatch
+from lightning_dcp.planning.request import cp_sizes_of_pool
+
+# Micro-batches of unlike lengths for each CP size; the others hold equal lengths.
+_NUM_MIXED = 6
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A micro-batch to time.
+
+    Attributes:
+        lengths: Tokens of its samples.
+        size: Ranks of its CP group.
+    """
+
+    lengths: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What to time, and on what.
+
+    Attributes:
+        model: The model.
+        tp_size: Tensor-parallel size.
+        dtype: Of weights and activations.
+        cells: The micro-batches.
+        repeats: How often each is timed, after a round that does not count.
+        quantile: Of a cell's times, the one that counts: 0 the fastest, 0.5 the median.
+        seed: Of the token ids.
+    """
+
+    model: ModelConfig
+    tp_size: int
+    dtype: torch.dtype
+    cells: tuple[Cell, ...]
+    repeats: int
+    quantile: float
+    seed: int
+
+
+def grid(num_ranks: int, *, cap: int, tp_size: int, shortest: int, seed: int) -> tuple[Cell, ...]:
+    """Micro-batches of all CP sizes: lengths a factor of two apart, alone and in packs, and mixed.
+
+    Args:
+        num_ranks: Ranks of the DPxCP pool.
+        cap: The most rows of a rank.
+        tp_size: Tensor-parallel size.
+        shortest: Tokens of the shortest samples.
+        seed: Of the mixed packs.
+    """
+    rng = np.random.default_rng(seed)
+    cells: dict[Cell, None] = {}
+    for size in cp_sizes_of_pool(num_ranks):
+        longest = longest_that_fits(cap, size, tp_size)
+        length = shortest
+        while length <= longest:
+            fit = cap // rows_per_rank(length, size, tp_size)
+            for count in sorted({1, max(1, round(fit**0.5)), max(1, fit // 2), fit}):
+                cells[Cell((length,) * count, size)] = None
+            length *= 2
+        cells[Cell((longest,), size)] = None
+        for k in range(_NUM_MIXED):
+            filled = cap * (k + 1) // _NUM_MIXED
+            cells[Cell(_mixed(rng, filled, size, tp_size, shortest, longest), size)] = None
+    return tuple(cells)
+
+
+def _mixed(
+    rng: np.random.Generator, rows: int, size: int, tp_size: int, shortest: int, longest: int
+) -> tuple[int, ...]:
+    """Lengths, evenly spread over orders of magnitude, that take at most ``rows`` rows of a rank.
+
+    One of the shortest where none does.
+    """
+    lengths: list[int] = []
+    drawn = np.exp(rng.uniform(np.log(shortest), np.log(longest + 1), 4096)).astype(np.int64)
+    left = rows
+    for length in drawn.tolist():
+        needed = rows_per_rank(length, size, tp_size)
+        if needed > left:
+            break
+        lengths.append(length)
+        left -= needed
+    return tuple(lengths) or (shortest,)
+
+
+def measure(measuring: Measuring) -> list[MeasuredMicroBatch]:
+    """Times the cells; run by every process of a launcher, with its environment variables set.
+
+    The cells take turns, so that a slow minute of the machine falls on all of them. All groups of a
+    size run the same micro-batch at once, as in a step of a plan.
+
+    Args:
+        measuring: What to time.
+
+    Returns:
+        A time for each cell: the quantile, over repeats and groups, of the slowest member's.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    sizes = ParallelSizes(
+        world_size=dist.get_world_size(),
+        tensor_model_parallel_size=measuring.tp_size,
+        sequence_parallel=measuring.tp_size > 1 and measuring.model.moe is not None,
+    )
+    context = setup_parallel(sizes)
+    try:
+        with quiet_megatron():
+            stopwatch = _Stopwatch(measuring, context)
+        rounds = []
+        hidden = dist.get_rank() != 0
+        total = (1 + measuring.repeats) * len(measuring.cells)
+        with tqdm(total=total, desc="Timing", unit="micro-batch", disable=hidden) as bar:
+            for _ in range(1 + measuring.repeats):
+                seconds = []
+                for cell in measuring.cells:
+                    seconds.append(stopwatch.time(cell))
+                    bar.update()
+                rounds.append(seconds)
+        # [num_processes, repeats, num_cells]
+        table = _gathered(np.array(rounds[1:]), context)
+        return [
+            MeasuredMicroBatch(
+                lengths=cell.lengths,
+                size=cell.size,
+                seconds=_of_groups(
+                    table[:, :, k], cell.size * measuring.tp_size, measuring.quantile
+                ),
+                tp_size=measuring.tp_size,
+            )
+            for k, cell in enumerate(measuring.cells)
+        ]
+    finally:
+        context.destroy()
+        dist.destroy_process_group()
+
+
+def _gathered(mine: NDArray[np.float64], context: ParallelContext) -> NDArray[np.float64]:
+    tables: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, mine, group=context.host_group)
+    return np.stack(tables)
+
+
+def _of_groups(seconds: NDArray[np.float64], num_members: int, quantile: float) -> float:
+    """Of times ``[num_processes, repeats]``: a quantile over groups and repeats of the slowest."""
+    num_groups = len(seconds) // num_members
+    groups = seconds[: num_groups * num_members].reshape(num_groups, num_members, -1)
+    return float(np.quantile(groups.max(axis=1), quantile))
+
+
+class _Stopwatch:
+    """The model, and the time of one micro-batch on it.
+
+    Args:
+        measuring: What is timed.
+        context: The parallel state.
+    """
+
+    def __init__(self, measuring: Measuring, context: ParallelContext) -> None:
+        self.measuring = measuring
+        self.context = context
+        self.model = build_gpt_model(measuring.model, context, dtype=measuring.dtype)
+        self.model.to(context.device)
+        install_cp_hooks(self.model)
+        self.ddp = wrap_ddp(self.model, context)
+        self.batches = [_batch(cell.lengths, measuring) for cell in measuring.cells]
+        self.index = dict(zip(measuring.cells, range(len(measuring.cells)), strict=True))
+
+    def time(self, cell: Cell) -> float:
+        """Seconds of packing, forward and backward pass; 0 on ranks that are in no whole group."""
+        context = self.context
+        batch = self.batches[self.index[cell]]
+        self.ddp.zero_grad_buffer()
+        dist.barrier(context.host_group)
+        rank = context.pool_rank
+        if rank >= context.sizes.dp_cp_size // cell.size * cell.size:
+            return 0.0
+        self._synchronize()
+        start = time.perf_counter()
+        with self.ddp.no_sync():
+            self._loss(batch, cell.size, rank % cell.size).backward()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _loss(self, batch: GlobalBatch, cp_size: int, cp_rank: int) -> Tensor:
+        context, config = self.context, self.measuring.model
+        micro_batch = pack_micro_batch(
+            batch,
+            range(len(batch)),
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+            tp_size=self.measuring.tp_size,
+            lookahead=config.mtp_num_layers,
+        )
+        micro_batch.to(context.device, non_blocking=True)
+        micro_batch = bind_micro_batch(micro_batch, context.cp_groups)
+        hidden, weight = hidden_states(self.model, micro_batch)
+        if config.head == "value":
+            return (hidden @ weight.t()).sum()
+        tp_group = context.pg_collection.tp
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            micro_batch.labels,
+            tp_group=tp_group if tp_group.size() > 1 else None,
+            vocab_size=config.vocab_size,
+        )
+
+    def _synchronize(self) -> None:
+        if not self.context.cpu_mode:
+            torch.cuda.synchronize()
+
+
+def _batch(lengths: Sequence[int], measuring: Measuring) -> GlobalBatch:
+    rng = np.random.default_rng(measuring.seed)
+    vocab_size = measuring.model.vocab_size
+    rows = [torch.from_numpy(rng.integers(0, vocab_size, length)) for length in lengths]
+    return read_global_batch({"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})
