@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from dynamic_vs_static import Figures, Options, Run, check_same_work
 from launch import run_on, spread
-from lightning_dcp.engine import DynamicCPEngine, PlanSettings
+from lightning_dcp.engine import DynamicCPEngine
 from lightning_dcp.parallel import ParallelContext, ParallelSizes, quiet_megatron, setup_parallel
-from lightning_dcp.planning import CostModel, execution_of, plan_global_batch
+from lightning_dcp.planning import CostModel, PlanSettings, execution_of, make_plan
 from lightning_dcp.tools.calibrate.command import CalibrateOptions, Result, calibrate
 
 PLANNERS = ("static", "balanced")
@@ -35,10 +35,12 @@ class Task:
     def settings(self, planner: str, num_ranks: int) -> PlanSettings:
         """How a planner plans."""
         return PlanSettings(
+            num_ranks=num_ranks,
             max_seqlen_per_dp_cp_rank=self.options.cap(num_ranks),
             planner=planner,
-            context_parallel_size=num_ranks,
+            context_parallel_size=num_ranks if planner == "static" else None,
             cost_model=self.cost_model,
+            execution=execution_of(),
         )
 
 
@@ -78,15 +80,7 @@ def predicted_seconds(task: Task, planner: str, num_ranks: int) -> list[float]:
     settings = task.settings(planner, num_ranks)
     seconds = []
     for batch in task.options.batches()[task.options.warmup :]:
-        plan = plan_global_batch(
-            torch.diff(batch["input_ids"].offsets()).numpy(),
-            num_ranks=num_ranks,
-            max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
-            planner=planner,
-            context_parallel_size=num_ranks if planner == "static" else None,
-            cost_model=task.cost_model,
-            execution=execution_of(),
-        )
+        plan = make_plan(torch.diff(batch["input_ids"].offsets()).numpy(), settings)
         assert plan.report is not None
         seconds.append(plan.report.predicted_seconds)
     return seconds

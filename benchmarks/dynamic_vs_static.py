@@ -101,12 +101,13 @@ class Run:
         install_cp_hooks(self.model)
         self.ddp = wrap_ddp(self.model, context)
         settings = OptimizerSettings(lr=0.0)
-        self.optimizer = build_optimizer(self.ddp, context, settings.to_megatron(), clip_grad=1.0)
+        self.optimizer = build_optimizer(self.ddp, context, settings, clip_grad=1.0)
         pool = context.sizes.dp_cp_size
         self.engines = {
             planner: DynamicCPEngine(
                 context,
-                PlanSettings(
+                PlanSettings.of_run(
+                    context.sizes,
                     max_seqlen_per_dp_cp_rank=options.cap(pool),
                     planner=planner,
                     context_parallel_size=pool,

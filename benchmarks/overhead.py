@@ -88,11 +88,11 @@ class BareLoop:
         self.model = build_gpt_model(options.model, context, dtype=torch.float32, seed=0)
         install_cp_hooks(self.model)
         self.ddp = wrap_ddp(self.model, context)
-        self.optimizer = build_optimizer(
-            self.ddp, context, OptimizerSettings().to_megatron(), clip_grad=CLIP
-        )
+        self.optimizer = build_optimizer(self.ddp, context, OptimizerSettings(), clip_grad=CLIP)
         cap = options.cap(context.sizes.dp_cp_size)
-        self.engine = DynamicCPEngine(context, PlanSettings(max_seqlen_per_dp_cp_rank=cap))
+        self.engine = DynamicCPEngine(
+            context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=cap)
+        )
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Trains on a batch; its mean loss."""

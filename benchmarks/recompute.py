@@ -73,7 +73,9 @@ def measure(kind: str, config: ModelConfig, context: ParallelContext) -> tuple[A
     model = build_gpt_model(config, context, recompute=KINDS[kind])
     install_cp_hooks(model)
     ddp = wrap_ddp(model, context)
-    engine = DynamicCPEngine(context, PlanSettings(max_seqlen_per_dp_cp_rank=CAP))
+    engine = DynamicCPEngine(
+        context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=CAP)
+    )
 
     def loss(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, weight = hidden_states(model, micro_batch)

@@ -122,7 +122,9 @@ def unprepared():
     context = setup_parallel(ParallelSizes(world_size=1))
     try:
         model = build_gpt_model(CONFIG, context)
-        engine = DynamicCPEngine(context, PlanSettings(max_seqlen_per_dp_cp_rank=96))
+        engine = DynamicCPEngine(
+            context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=96)
+        )
         planned = engine.prepare(trainers.jagged([[1, 2, 3]]))
         (micro_batch,) = engine.micro_batches(planned)
         with torch.no_grad():
@@ -149,7 +151,9 @@ def train_without_an_output_layer():
     try:
         model = build_gpt_model(CONFIG, context)
         model.output_layer.forward = None
-        engine = DynamicCPEngine(context, PlanSettings(max_seqlen_per_dp_cp_rank=96))
+        engine = DynamicCPEngine(
+            context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=96)
+        )
         planned = engine.prepare(trainers.jagged([[1, 2, 3, 4]]), lookahead=2)
         (micro_batch,) = engine.micro_batches(planned)
         hidden, _ = hidden_states(model, micro_batch)

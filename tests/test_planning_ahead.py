@@ -15,7 +15,7 @@ from distributed import run_distributed
 from lightning_dcp import DynamicCPModule
 from lightning_dcp.engine import engine as engine_module
 from lightning_dcp.engine.prefetch import PlanAhead, PlanningLoader
-from lightning_dcp.planning import plan_global_batch
+from lightning_dcp.planning import make_plan, plan_global_batch
 
 
 def plan(lengths, units=None):
@@ -93,11 +93,11 @@ class CutsShort(DynamicCPModule):
 def fit(kind: str):
     threads = Counter()
 
-    def watched(lengths, **options):
+    def watched(lengths, settings, **options):
         threads[threading.current_thread().name.split("_")[0]] += 1
-        return plan_global_batch(lengths, **options)
+        return make_plan(lengths, settings, **options)
 
-    engine_module.plan_global_batch = watched
+    engine_module.make_plan = watched
     module = {"plain": trainers.module(), "cut": CutsShort(trainers.CONFIG)}[kind]
     shares, plans = [], []
 

@@ -333,19 +333,15 @@ class DynamicCPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
 
     def _plan_settings(self, trainer: Trainer) -> PlanSettings:
-        return PlanSettings(
+        sizes = self.context.sizes
+        return PlanSettings.of_run(
+            sizes,
             max_seqlen_per_dp_cp_rank=resolve_cap(
-                self.max_seqlen_per_dp_cp_rank,
-                trainer=trainer,
-                sizes=self.context.sizes,
-                padding=self.padding,
+                self.max_seqlen_per_dp_cp_rank, trainer=trainer, sizes=sizes, padding=self.padding
             ),
             planner=self.planner,
-            context_parallel_size=self.context_parallel_size,
             cost_model=self._read_cost_model(),
-            pad_to_length=self.padding.pad_to_length,
-            pad_to_length_bucket=self.padding.pad_to_length_bucket,
-            fp8=self.padding.fp8,
+            padding=self.padding,
         )
 
     def _read_cost_model(self) -> CostModel | None:
@@ -403,14 +399,10 @@ class DynamicCPStrategy(ParallelStrategy):
         """
         if self._ddp is None or self.lightning_module is None:
             raise RuntimeError("build_optimizer works inside configure_optimizers only.")
-        settings = settings or OptimizerSettings()
-        config = (
-            OptimizerConfig(**vars(settings))
-            if isinstance(settings, OptimizerSettings)
-            else settings
-        )
         clip = self.lightning_module.trainer.gradient_clip_val or 0.0
-        return build_optimizer(self._ddp, self.context, config, clip_grad=float(clip))
+        return build_optimizer(
+            self._ddp, self.context, settings or OptimizerSettings(), clip_grad=float(clip)
+        )
 
     @property
     @override

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import reference
 from distributed import run_distributed
+from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.engine import (
     DynamicCPEngine,
     OptimizerSettings,
@@ -163,15 +164,16 @@ def train(
             install_cp_hooks(chunk)
         start = full_model_state(model, context)
         ddp = wrap_chunks(chunks, context)
-        settings = OptimizerSettings(**SETTINGS).to_megatron()
+        settings = OptimizerSettings(**SETTINGS)
         optimizer = build_optimizer(ddp, context, settings, clip_grad=CLIP)
         engine = DynamicCPEngine(
             context,
-            PlanSettings(
+            PlanSettings.of_run(
+                context.sizes,
                 max_seqlen_per_dp_cp_rank=layout.cap,
                 planner=layout.planner,
                 context_parallel_size=layout.cp,
-                pad_to_length_bucket=layout.bucket,
+                padding=PackPadding(pad_to_length_bucket=layout.bucket),
             ),
         )
 

@@ -18,7 +18,9 @@ PAIRS = [0, 1, 2, 0, 3, 1, 2, 3]
 def prepare(batches: list[dict], keep_together: str | None = "pair_ids"):
     """What each rank's own batch gives: pairs that share a group, and the micro-batch's extras."""
     context = setup_parallel(ParallelSizes(world_size=dist.get_world_size()))
-    engine = DynamicCPEngine(context, PlanSettings(max_seqlen_per_dp_cp_rank=40))
+    engine = DynamicCPEngine(
+        context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=40)
+    )
     ids = [torch.tensor(row) for row in trainers.random_batch(LENGTHS, seed=0)]
     batch = {"input_ids": torch.nested.nested_tensor(ids, layout=torch.jagged)}
     try:

@@ -143,7 +143,9 @@ def train(tp, cap, cp, names):
     sizes = ParallelSizes(world_size=dist.get_world_size(), tensor_model_parallel_size=tp)
     context = setup_parallel(sizes)
     planner = functools.partial(plan_pairs, plan_static if cp else plan_balanced, cp)
-    engine = DynamicCPEngine(context, PlanSettings(max_seqlen_per_dp_cp_rank=cap, planner=planner))
+    engine = DynamicCPEngine(
+        context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=cap, planner=planner)
+    )
     try:
         return {name: train_one(name, engine, context) for name in names}
     finally:
@@ -159,9 +161,7 @@ def train_one(name, engine, context):
     install_cp_hooks(model)
     start = full_model_state(model, context)
     ddp = wrap_ddp(model, context)
-    optimizer = build_optimizer(
-        ddp, context, OptimizerSettings(**SETTINGS).to_megatron(), clip_grad=CLIP
-    )
+    optimizer = build_optimizer(ddp, context, OptimizerSettings(**SETTINGS), clip_grad=CLIP)
     losses, counts, norms, grads, evals, cp_sizes = [], [], [], [], [], set()
     for index in range(len(LENGTHS)):
         planned = engine.prepare(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import reference
 from distributed import run_distributed
+from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.engine import (
     DynamicCPEngine,
     OptimizerSettings,
@@ -81,16 +82,15 @@ def train(
         ddp = wrap_ddp(
             model, context, use_distributed_optimizer=sharded, overlap_grad_reduce=overlap
         )
-        optimizer = build_optimizer(
-            ddp, context, OptimizerSettings(**SETTINGS).to_megatron(), clip_grad=CLIP
-        )
+        optimizer = build_optimizer(ddp, context, OptimizerSettings(**SETTINGS), clip_grad=CLIP)
         engine = DynamicCPEngine(
             context,
-            PlanSettings(
+            PlanSettings.of_run(
+                context.sizes,
                 max_seqlen_per_dp_cp_rank=cap,
                 planner=planner,
                 context_parallel_size=cp,
-                **(padding or {}),
+                padding=PackPadding(**(padding or {})),
             ),
         )
 

@@ -120,11 +120,12 @@ class Run:
             install_cp_hooks(chunk)
         check_routers(self.chunks, self.shape, self.context.sizes)
         self.ddp = wrap_chunks(self.chunks, self.context)
-        settings = OptimizerSettings(**SETTINGS).to_megatron()
+        settings = OptimizerSettings(**SETTINGS)
         build_optimizer(self.ddp, self.context, settings, clip_grad=CLIP)
         self.engine = Recording(
             self.context,
-            PlanSettings(
+            PlanSettings.of_run(
+                self.context.sizes,
                 max_seqlen_per_dp_cp_rank=layout.cap,
                 planner=layout.planner,
                 context_parallel_size=layout.cp,

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 
-from lightning_dcp.engine import DynamicCPEngine, PlanSettings
-from lightning_dcp.planning import execution_of
+from lightning_dcp.config.padding import PackPadding
+from lightning_dcp.config.parallel import ParallelSizes
+from lightning_dcp.planning import PlanSettings, execution_of, make_plan
 
-LENGTHS = np.array([30, 5, 9, 17, 3])
+LENGTHS = [30, 5, 9, 17, 3]
 
 
-def plan_of(settings: PlanSettings, *, tp: int = 1, pp: int = 1, ep: int = 1):
-    sizes = SimpleNamespace(
-        dp_cp_size=4,
+def plan_of(*, tp: int = 1, pp: int = 1, ep: int = 1, cap: int = 16, **options):
+    sizes = ParallelSizes(
+        world_size=4 * tp * pp,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
     )
-    engine = DynamicCPEngine(SimpleNamespace(sizes=sizes), settings)
-    try:
-        return engine._plan(LENGTHS)
-    finally:
-        engine.close()
+    settings = PlanSettings.of_run(sizes, max_seqlen_per_dp_cp_rank=cap, **options)
+    return make_plan(LENGTHS, settings)
 
 
 @pytest.mark.parametrize(
@@ -37,22 +32,25 @@ def plan_of(settings: PlanSettings, *, tp: int = 1, pp: int = 1, ep: int = 1):
     ],
 )
 def test_plans_are_made_for_what_the_parallel_sizes_run(tp, pp, ep, execution):
-    settings = PlanSettings(max_seqlen_per_dp_cp_rank=16)
-    assert plan_of(settings, tp=tp, pp=pp, ep=ep).report.execution == execution
+    assert plan_of(tp=tp, pp=pp, ep=ep).report.execution == execution
     assert execution_of(pipeline_model_parallel_size=pp, expert_model_parallel_size=ep) == execution
 
 
 def test_packs_are_planned_with_their_padding():
-    settings = PlanSettings(max_seqlen_per_dp_cp_rank=20, pad_to_length_bucket=8)
-    bucketed = plan_of(settings)
+    bucketed = plan_of(cap=20, padding=PackPadding(pad_to_length_bucket=8))
     rows = [bucketed.rows(group) for step in bucketed.steps for group in step.groups]
     assert set(rows) <= {8, 16}
-    settings = PlanSettings(max_seqlen_per_dp_cp_rank=20, pad_to_length=18)
-    fixed = plan_of(settings)
+    fixed = plan_of(cap=20, padding=PackPadding(pad_to_length=18))
     assert {fixed.rows(group) for step in fixed.steps for group in step.groups} == {18}
 
 
 @pytest.mark.parametrize("execution", ["free_running", "lockstep"])
 def test_a_given_execution_stays(execution):
-    settings = PlanSettings(max_seqlen_per_dp_cp_rank=16, execution=execution)
-    assert plan_of(settings).report.execution == execution
+    assert plan_of(execution=execution).report.execution == execution
+
+
+def test_only_the_static_planner_gets_a_cp_size():
+    sizes = ParallelSizes(world_size=4, context_parallel_size=2)
+    for planner, size in (("static", 2), ("balanced", None)):
+        settings = PlanSettings.of_run(sizes, max_seqlen_per_dp_cp_rank=16, planner=planner)
+        assert settings.context_parallel_size == size

@@ -12,12 +12,12 @@ from lightning_dcp.engine.ddp import wrap_chunks, wrap_ddp
 from lightning_dcp.engine.engine import (
     DynamicCPEngine,
     PlannedBatch,
-    PlanSettings,
     StepResult,
 )
 from lightning_dcp.engine.lr_scheduler import lr_scheduler
 from lightning_dcp.engine.optimizer import MegatronOptimizer, build_optimizer
 from lightning_dcp.engine.prefetch import PlanningLoader
+from lightning_dcp.planning import PlanSettings
 
 __all__ = [
     "DynamicCPEngine",

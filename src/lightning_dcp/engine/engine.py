@@ -8,11 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dcp.config.padding import rows_per_rank
@@ -33,12 +31,10 @@ from lightning_dcp.packing import (
 )
 from lightning_dcp.parallel import BatchTotals, ParallelContext, bind_micro_batch
 from lightning_dcp.planning import (
-    CostModel,
-    Execution,
     Plan,
+    PlanSettings,
     Step,
-    execution_of,
-    plan_global_batch,
+    make_plan,
 )
 
 MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
@@ -48,32 +44,6 @@ What is counted may be something else, pairs say; the step's loss is the mean ov
 
 RowOutputs = Callable[[MicroBatch], dict[str, Tensor]]
 """Of a micro-batch: outputs of each row's target on this rank, by name, ``[rows, ...]``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-    """How a global batch becomes a plan.
-
-    Attributes:
-        max_seqlen_per_dp_cp_rank: The rows that a rank may hold of one micro-batch (the cap).
-        planner: Name of a planner.
-        context_parallel_size: CP size of the ``static`` planner.
-        cost_model: Predicts the time of micro-batches; planning's default if None.
-        execution: Who waits for whom; None for what the parallel sizes imply: lockstep under
-            pipeline or expert parallelism, else free-running.
-        pad_to_length: Rows of a rank that every micro-batch is padded to.
-        pad_to_length_bucket: Number that the rows of a micro-batch are rounded up to a multiple of.
-        fp8: Whether packs are padded as FP8 kernels need.
-    """
-
-    max_seqlen_per_dp_cp_rank: int
-    planner: str = "balanced"
-    context_parallel_size: int | None = None
-    cost_model: CostModel | None = None
-    execution: Execution | None = None
-    pad_to_length: int | None = None
-    pad_to_length_bucket: int | None = None
-    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +103,9 @@ class DynamicCPEngine:
     def __init__(self, context: ParallelContext, settings: PlanSettings) -> None:
         self.context = context
         self.settings = settings
-        self.ahead = PlanAhead(self._plan)
+        self.ahead = PlanAhead(
+            lambda lengths, units: make_plan(lengths, settings, keep_together=units)
+        )
         self._last_planned: float | None = None
 
     def close(self) -> None:
@@ -188,32 +160,6 @@ class DynamicCPEngine:
         agree_on_lengths(lengths, error, self.context.host_group, units=units)
         assert prepared is not None
         return prepared
-
-    def _plan(self, lengths: NDArray[np.int64], units: UnitIds = None) -> Plan:
-        sizes = self.context.sizes
-        execution = self.settings.execution or execution_of(
-            pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
-            expert_model_parallel_size=sizes.expert_model_parallel_size,
-        )
-        return plan_global_batch(
-            lengths,
-            num_ranks=sizes.dp_cp_size,
-            max_seqlen_per_dp_cp_rank=self.settings.max_seqlen_per_dp_cp_rank,
-            planner=self.settings.planner,
-            tp_size=sizes.tensor_model_parallel_size,
-            context_parallel_size=self._static_size(),
-            cost_model=self.settings.cost_model,
-            execution=execution,
-            pad_to_length=self.settings.pad_to_length,
-            pad_to_length_bucket=self.settings.pad_to_length_bucket,
-            fp8=self.settings.fp8,
-            keep_together=units,
-        )
-
-    def _static_size(self) -> int | None:
-        """Only the static planner takes a CP size; the others choose it."""
-        static = self.settings.planner == "static"
-        return self.settings.context_parallel_size if static else None
 
     def micro_batches(
         self, planned: PlannedBatch, recorded: RecordedRoutes | None = None

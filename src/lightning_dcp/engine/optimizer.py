@@ -10,13 +10,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from lightning_dcp.config.optimizer import OptimizerSettings
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 
 
 def build_optimizer(
     ddp: DistributedDataParallel | Sequence[DistributedDataParallel],
     context: ParallelContext,
-    config: OptimizerConfig,
+    settings: OptimizerSettings | OptimizerConfig,
     *,
     clip_grad: float = 0.0,
 ) -> MegatronOptimizer:
@@ -25,9 +26,13 @@ def build_optimizer(
     Args:
         ddp: The model, wrapped; or each of its chunks.
         context: The parallel state.
-        config: What the optimizer is; precision, sharding and clipping are set here.
+        settings: Ours, or Megatron-Core's own config for all that it can do; precision, sharding
+            and clipping are set here.
         clip_grad: The global norm that gradients are clipped to; 0 leaves them alone.
     """
+    config = (
+        OptimizerConfig(**vars(settings)) if isinstance(settings, OptimizerSettings) else settings
+    )
     chunks = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)
     config.params_dtype = chunks[0].config.params_dtype
     config.bf16 = config.params_dtype == torch.bfloat16

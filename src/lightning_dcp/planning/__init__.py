@@ -1,7 +1,7 @@
 """Planning: which ranks run which samples together, step by step. Pure Python and NumPy."""
 
 from lightning_dcp.config.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
-from lightning_dcp.planning.api import PLANNERS, Planner, plan_global_batch
+from lightning_dcp.planning.api import PLANNERS, Planner, make_plan, plan_global_batch
 from lightning_dcp.planning.bound import lower_bound
 from lightning_dcp.planning.cost.calibration import (
     MeasuredMicroBatch,
@@ -12,12 +12,12 @@ from lightning_dcp.planning.cost.calibration import (
     r_squared,
 )
 from lightning_dcp.planning.cost.model import CostModel, CostParts
-from lightning_dcp.planning.cost.presets import CPU, H100, H200, DevicePreset
+from lightning_dcp.planning.cost.presets import CPU, H100, H200, DevicePreset, preset_of
 from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
 from lightning_dcp.planning.planners.megatron import has_megatron_scheduler
 from lightning_dcp.planning.planners.packs import Pack, complete, lay_out
 from lightning_dcp.planning.report import PlanReport, evaluate
-from lightning_dcp.planning.request import Execution, Problem, execution_of
+from lightning_dcp.planning.request import Execution, PlanSettings, Problem, execution_of
 
 __all__ = [
     "CPU",
@@ -37,6 +37,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanReport",
+    "PlanSettings",
     "Planner",
     "Problem",
     "Step",
@@ -49,7 +50,9 @@ __all__ = [
     "has_megatron_scheduler",
     "lay_out",
     "lower_bound",
+    "make_plan",
     "plan_global_batch",
     "predict",
+    "preset_of",
     "r_squared",
 ]

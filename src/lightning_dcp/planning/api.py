@@ -19,10 +19,10 @@ from lightning_dcp.planning.planners.static import plan_static
 from lightning_dcp.planning.report import report
 from lightning_dcp.planning.request import (
     Execution,
+    PlanSettings,
     Problem,
     as_lengths,
     as_units,
-    check_positive_int,
 )
 
 type Planner = Callable[[Problem], Sequence[Step]]
@@ -89,28 +89,52 @@ def plan_global_batch(
         NotImplementedError: ``planner="megatron"`` with ``keep_together``.
         ImportError: ``planner="megatron"`` and the installed Megatron-Core has no scheduler.
     """
-    name, make_steps = _resolve(planner)
-    if context_parallel_size is not None:
-        context_parallel_size = check_positive_int("context_parallel_size", context_parallel_size)
-        if name in PLANNERS and name != "static":
-            raise ValueError(
-                f"context_parallel_size={context_parallel_size} with planner={name!r}, which "
-                "chooses CP sizes itself: leave it out, or use planner='static'"
-            )
-    lengths = as_lengths(lengths)
-    units = as_units(keep_together, len(lengths))
-    problem = Problem(
-        lengths=lengths,
-        num_ranks=check_positive_int("num_ranks", num_ranks),
-        cap=check_positive_int("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank),
-        tp_size=check_positive_int("tp_size", tp_size),
+    settings = PlanSettings(
+        num_ranks=num_ranks,
+        max_seqlen_per_dp_cp_rank=max_seqlen_per_dp_cp_rank,
+        planner=planner,
+        tp_size=tp_size,
         context_parallel_size=context_parallel_size,
         cost_model=cost_model or CostModel(),
         execution=execution,
         padding=PackPadding(
             pad_to_length=pad_to_length, pad_to_length_bucket=pad_to_length_bucket, fp8=fp8
         ),
-        units=units,
+    )
+    return make_plan(lengths, settings, keep_together=keep_together)
+
+
+def make_plan(
+    lengths: Sequence[int] | NDArray[np.integer],
+    settings: PlanSettings,
+    *,
+    keep_together: Sequence[int] | NDArray[np.integer] | None = None,
+) -> Plan:
+    """:func:`plan_global_batch` with settings that were put together, and checked, before.
+
+    Args:
+        lengths: Tokens of each sample of the global batch, without padding.
+        settings: Everything else.
+        keep_together: An int for each sample: samples with equal ones go into the same micro-batch.
+    """
+    name, make_steps = _resolve(settings.planner)
+    context_parallel_size = settings.context_parallel_size
+    if context_parallel_size is not None and name in PLANNERS and name != "static":
+        raise ValueError(
+            f"context_parallel_size={context_parallel_size} with planner={name!r}, which "
+            "chooses CP sizes itself: leave it out, or use planner='static'"
+        )
+    lengths = as_lengths(lengths)
+    problem = Problem(
+        lengths=lengths,
+        num_ranks=settings.num_ranks,
+        cap=settings.max_seqlen_per_dp_cp_rank,
+        tp_size=settings.tp_size,
+        context_parallel_size=context_parallel_size,
+        cost_model=settings.cost_model,
+        execution=settings.execution,
+        padding=settings.padding,
+        units=as_units(keep_together, len(lengths)),
     )
     steps = tuple(make_steps(problem))
     plan = Plan(

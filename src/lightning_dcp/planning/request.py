@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.config.padding import TIGHT, PackPadding, longest_that_fits, row_alignment
+from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.planning.bound import lower_bound
 from lightning_dcp.planning.cost.model import CostModel, CostParts
 from lightning_dcp.planning.plan import Group, Step
@@ -35,6 +36,85 @@ def execution_of(
     """
     together = pipeline_model_parallel_size > 1 or expert_model_parallel_size > 1
     return "lockstep" if together else "free_running"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """How global batches become plans: the pool, the cap and the planner; all but the lengths.
+
+    Attributes:
+        num_ranks: Size of the DPxCP pool.
+        max_seqlen_per_dp_cp_rank: The most rows that a rank may hold of one micro-batch, padding
+            included (the cap).
+        planner: Name of a planner, or a function from a planning request to steps.
+        tp_size: Tensor-parallel size; padded lengths are multiples of it.
+        context_parallel_size: The CP size of ``planner="static"``; None for the smallest that holds
+            every sample. The other planners choose sizes themselves.
+        cost_model: Predicts the time of micro-batches.
+        execution: Who waits for whom: ``"lockstep"`` or ``"free_running"``.
+        padding: How packs are padded beyond their sequences.
+
+    Raises:
+        TypeError: A size or the cap is no integer.
+        ValueError: One is below 1, or an option has a value that cannot work.
+    """
+
+    num_ranks: int
+    max_seqlen_per_dp_cp_rank: int
+    planner: str | Callable[[Problem], Sequence[Step]] = "balanced"
+    tp_size: int = 1
+    context_parallel_size: int | None = None
+    cost_model: CostModel = field(default_factory=CostModel)
+    execution: Execution = "lockstep"
+    padding: PackPadding = TIGHT
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "max_seqlen_per_dp_cp_rank", "tp_size"):
+            object.__setattr__(self, name, check_positive_int(name, getattr(self, name)))
+        if self.context_parallel_size is not None:
+            size = check_positive_int("context_parallel_size", self.context_parallel_size)
+            object.__setattr__(self, "context_parallel_size", size)
+
+    @classmethod
+    def of_run(
+        cls,
+        sizes: ParallelSizes,
+        *,
+        max_seqlen_per_dp_cp_rank: int,
+        planner: str | Callable[[Problem], Sequence[Step]] = "balanced",
+        context_parallel_size: int | None = None,
+        cost_model: CostModel | None = None,
+        execution: Execution | None = None,
+        padding: PackPadding = TIGHT,
+    ) -> PlanSettings:
+        """The settings of a run with these parallel sizes.
+
+        Args:
+            sizes: Give the pool, the tensor-parallel size, who waits for whom, and the CP size of
+                the ``static`` planner.
+            max_seqlen_per_dp_cp_rank: The cap.
+            planner: Name of a planner, or a function.
+            context_parallel_size: Another size of the ``static`` planner than that of ``sizes``;
+                of no effect with other planners.
+            cost_model: Predicts the time of micro-batches; by default :class:`CostModel`.
+            execution: Another one than the sizes imply.
+            padding: How packs are padded.
+        """
+        static_size = context_parallel_size or sizes.context_parallel_size
+        return cls(
+            num_ranks=sizes.dp_cp_size,
+            max_seqlen_per_dp_cp_rank=max_seqlen_per_dp_cp_rank,
+            planner=planner,
+            tp_size=sizes.tensor_model_parallel_size,
+            context_parallel_size=static_size if planner == "static" else None,
+            cost_model=cost_model or CostModel(),
+            execution=execution
+            or execution_of(
+                pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+                expert_model_parallel_size=sizes.expert_model_parallel_size,
+            ),
+            padding=padding,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,3 +96,16 @@ CPU = DevicePreset(
     memory_bytes=4e9,
 )
 """One core of a CPU for each rank, gloo between processes."""
+
+
+def preset_of(device_type: str, device_name: str = "") -> DevicePreset:
+    """The preset of a run's device: what its plans are priced with before anybody calibrates.
+
+    Args:
+        device_type: torch's, ``"cpu"`` or ``"cuda"``.
+        device_name: As ``torch.cuda.get_device_name`` says it; H200's figures for names that no
+            preset has.
+    """
+    if device_type == "cpu":
+        return CPU
+    return H100 if "H100" in device_name else H200
