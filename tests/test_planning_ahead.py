@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 import trainers
 from distributed import run_distributed
 from lightning_dcp import DynamicCPModule
-from lightning_dcp.engine import engine as engine_module
-from lightning_dcp.engine.prefetch import PlanAhead, PlanningLoader
+from lightning_dcp.engine import run as engine_module
+from lightning_dcp.engine.prefetch import PlanningLoader, PlanPrefetcher
 from lightning_dcp.planning import make_plan, plan_global_batch
 
 
@@ -25,61 +25,61 @@ def plan(lengths, units=None):
 
 
 @pytest.fixture
-def ahead():
-    planner = PlanAhead(plan)
-    yield planner
-    planner.close()
+def prefetcher():
+    made = PlanPrefetcher(plan)
+    yield made
+    made.close()
 
 
-def test_a_submitted_batch_has_the_plan_that_planning_gives(ahead):
+def test_a_submitted_batch_has_the_plan_that_planning_gives(prefetcher):
     batch = trainers.jagged([[1, 2, 3], [4, 5]])
-    ahead.submit(batch)
+    prefetcher.submit(batch)
     lengths = np.array([3, 2])
-    assert ahead.get(lengths)[0] == plan(lengths)
+    assert prefetcher.get(lengths)[0] == plan(lengths)
     # Asked again, it is planned on the spot.
-    assert ahead.get(lengths)[0] == plan(lengths)
+    assert prefetcher.get(lengths)[0] == plan(lengths)
 
 
-def test_units_are_part_of_what_a_plan_is_found_by(ahead):
+def test_units_are_part_of_what_a_plan_is_found_by(prefetcher):
     batch = trainers.jagged([[1, 2, 3], [4, 5], [6]]) | {"pair_ids": torch.tensor([3, 9, 3])}
-    ahead.submit(batch, keep_together="pair_ids")
+    prefetcher.submit(batch, keep_together="pair_ids")
     lengths, units = np.array([3, 2, 1]), np.array([3, 9, 3])
-    assert len(ahead._plans) == 1
-    assert ahead.get(lengths, np.array([3, 3, 9]))[0].keep_together == (3, 3, 9)
-    assert ahead.get(lengths)[0].keep_together is None
-    assert len(ahead._plans) == 1
-    assert ahead.get(lengths, units)[0].keep_together == (3, 9, 3)
-    assert not ahead._plans
+    assert len(prefetcher._plans) == 1
+    assert prefetcher.get(lengths, np.array([3, 3, 9]))[0].keep_together == (3, 3, 9)
+    assert prefetcher.get(lengths)[0].keep_together is None
+    assert len(prefetcher._plans) == 1
+    assert prefetcher.get(lengths, units)[0].keep_together == (3, 9, 3)
+    assert not prefetcher._plans
 
 
-def test_what_is_no_batch_is_left_to_the_step(ahead):
+def test_what_is_no_batch_is_left_to_the_step(prefetcher):
     for batch in ([1], {"ids": 1}, {"input_ids": torch.zeros(2, 2)}, None):
-        ahead.submit(batch)
-    ahead.submit(trainers.jagged([[1]]), keep_together="pair_ids")
-    ahead.submit(trainers.jagged([[1]]) | {"pair_ids": [0]}, keep_together="pair_ids")
-    assert not ahead._plans
+        prefetcher.submit(batch)
+    prefetcher.submit(trainers.jagged([[1]]), keep_together="pair_ids")
+    prefetcher.submit(trainers.jagged([[1]]) | {"pair_ids": [0]}, keep_together="pair_ids")
+    assert not prefetcher._plans
 
 
-def test_an_error_of_the_planner_is_raised_where_the_plan_is_wanted(ahead):
-    ahead.submit(trainers.jagged([[1] * 200]))
+def test_an_error_of_the_planner_is_raised_where_the_plan_is_wanted(prefetcher):
+    prefetcher.submit(trainers.jagged([[1] * 200]))
     with pytest.raises(ValueError, match="sample 0 has length 200"):
-        ahead.get(np.array([200]))
+        prefetcher.get(np.array([200]))
 
 
-def test_plans_that_nobody_wants_are_dropped(ahead):
+def test_plans_that_nobody_wants_are_dropped(prefetcher):
     for length in range(1, 60):
-        ahead.submit(trainers.jagged([[1] * length]))
-    assert len(ahead._plans) <= 16
+        prefetcher.submit(trainers.jagged([[1] * length]))
+    assert len(prefetcher._plans) <= 16
 
 
-def test_the_loader_keeps_its_own_attributes(ahead):
+def test_the_loader_keeps_its_own_attributes(prefetcher):
     batches = [trainers.jagged([[1, 2]]), trainers.jagged([[3]])]
     loader = DataLoader(batches, batch_size=None)
-    wrapped = PlanningLoader(loader, ahead)
+    wrapped = PlanningLoader(loader, prefetcher)
     assert len(wrapped) == 2
     assert wrapped.sampler is loader.sampler
     assert [batch["input_ids"].values().tolist() for batch in wrapped] == [[1, 2], [3]]
-    assert len(ahead._plans) == 2
+    assert len(prefetcher._plans) == 2
 
 
 class CutsShort(DynamicCPModule):
@@ -113,7 +113,7 @@ def fit(kind: str):
 def test_a_fit_plans_every_batch_in_the_thread():
     results = run_distributed(fit, 2, "plain")
     for threads, shares, plans in results:
-        assert threads == {"plan-ahead": 4}
+        assert threads == {"plan-prefetch": 4}
         assert shares[0] is None
         assert all(0 <= share <= 1 for share in shares[1:])
         assert plans == results[0][2]

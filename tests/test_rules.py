@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
-from lightning_dcp import DPO, ModelConfig, MoEConfig, Recompute, ValueLoss
-from lightning_dcp.parallel import ParallelSizes
-from lightning_dcp.rules import RULES, Run, as_table, refuse
+from lightning_dcp import DPO, SFT, ModelConfig, MoEConfig, Recompute, ValueLoss
+from lightning_dcp.rules import RULES, as_table, refuse
 
 DOCS = Path(__file__).parents[1] / "docs" / "features.md"
 DENSE, EXPERTS = ModelConfig(), ModelConfig(moe=MoEConfig())
@@ -31,76 +30,75 @@ FUSED = ModelConfig(moe=MoEConfig(router_fusion=True))
 MTP = ModelConfig(mtp_num_layers=1)
 BY_VALUE = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": GradClipAlgorithmType.VALUE}
 CASES = [
-    (Run(dynamic=False, planner="balanced"), "planner='balanced' chooses CP sizes"),
+    ({"dynamic": False, "planner": "balanced"}, "planner='balanced' chooses CP sizes"),
+    ({"model": DENSE, "objective": ValueLoss()}, "ValueLoss needs a model with head='value'"),
+    ({"model": MTP, "objective": DPO()}, "weighs its losses by target tokens, and DPO counts pair"),
     (
-        Run(model=EXPERTS, sizes=ParallelSizes(world_size=3, expert_model_parallel_size=3)),
-        "expert_model_parallel_size=3 does not divide moe.num_experts=8",
-    ),
-    (
-        Run(model=DENSE, recompute=Recompute(granularity="selective", modules=("moe",))),
-        r"recompute.modules=\['moe'\] names parts of experts",
-    ),
-    (Run(fp8=True, on_gpu=False), "needs a GPU and TransformerEngine"),
-    (Run(fp8=True, precision="32-true"), "precision='32-true'"),
-    (Run(model=FUSED, on_gpu=False), "moe.router_fusion=True needs"),
-    (Run(model=DENSE, objective=ValueLoss()), "ValueLoss needs a model with head='value'"),
-    (Run(model=MTP, objective=DPO()), "weighs its losses by target tokens, and DPO counts pairs"),
-    (
-        Run(model=ModelConfig(moe=MoEConfig(z_loss_coeff=0.1)), objective=DPO()),
+        {"model": ModelConfig(moe=MoEConfig(z_loss_coeff=0.1)), "objective": DPO()},
         "moe.z_loss_coeff=0.1 is weighed by target tokens, and DPO counts pairs",
     ),
     (
-        Run(model=MTP, recompute=Recompute(granularity="full", method="block")),
-        "recompute.granularity='full' works with",
+        {"model": DENSE, "recompute": Recompute(granularity="selective", modules=("moe",))},
+        r"recompute.modules=\['moe'\] names parts of experts",
     ),
+    ({"fp8": "hybrid", "on_gpu": False}, "needs a GPU and TransformerEngine"),
+    ({"fp8": "hybrid", "precision": "32-true"}, "precision='32-true'"),
+    ({"model": FUSED, "on_gpu": False}, "moe.router_fusion=True needs"),
     (
-        Run(model=EXPERTS, batch=SimpleNamespace(extras={"routed_experts": object()})),
-        "The batch has 'routed_experts' and the model replays no routes",
+        {"objective": DPO(), "planner": "megatron"},
+        "planner='megatron' cannot keep samples together",
     ),
-    (Run(objective=DPO(), planner="megatron"), "planner='megatron' cannot keep samples together"),
-    (Run(trainer=trainer(accumulate_grad_batches=2)), "accumulate_grad_batches=2"),
-    (Run(trainer=trainer(**BY_VALUE)), "gradient_clip_algorithm='value'"),
+    ({"trainer": trainer(accumulate_grad_batches=2)}, "accumulate_grad_batches=2"),
+    ({"trainer": trainer(**BY_VALUE)}, "gradient_clip_algorithm='value'"),
     (
-        Run(trainer=trainer(strategy=SimpleNamespace(_layer_sync=object()))),
+        {"trainer": trainer(strategy=SimpleNamespace(_layer_sync=object()))},
         "sync_batchnorm=True",
     ),
-    (Run(module=SimpleNamespace(automatic_optimization=False)), "automatic_optimization=False"),
+    ({"module": SimpleNamespace(automatic_optimization=False)}, "automatic_optimization=False"),
     (
-        Run(
-            trainer=trainer(datamodule=SimpleNamespace(vocab_size=300)),
-            module=SimpleNamespace(automatic_optimization=True, vocab_size=257),
-        ),
+        {
+            "trainer": trainer(datamodule=SimpleNamespace(vocab_size=300)),
+            "module": SimpleNamespace(automatic_optimization=True, vocab_size=257),
+        },
         "vocabulary of 300 ids, the model one of 257",
     ),
 ]
 
 
-@pytest.mark.parametrize(("run", "message"), CASES, ids=[message[:40] for _, message in CASES])
-def test_each_rule_refuses_its_smallest_case(run, message):
+@pytest.mark.parametrize(("facts", "message"), CASES, ids=[message[:40] for _, message in CASES])
+def test_each_rule_refuses_its_smallest_case(facts, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        refuse(run)
+        refuse(**facts)
 
 
 def test_every_rule_has_a_case_and_no_case_breaks_two():
-    broken = [[rule for rule in RULES if rule.find(run) is not None] for run, _ in CASES]
+    broken = [
+        [
+            rule
+            for rule in RULES
+            if rule.facts <= facts.keys()
+            and rule.find(**{name: facts[name] for name in rule.facts}) is not None
+        ]
+        for facts, _ in CASES
+    ]
     assert all(len(rules) == 1 for rules in broken)
     assert {id(rule) for (rule,) in broken} == {id(rule) for rule in RULES}
 
 
 def test_what_is_not_known_yet_is_not_refused():
-    refuse(Run())
-    refuse(Run(fp8=True))
+    refuse()
+    refuse(fp8="hybrid")
     refuse(
-        Run(
-            model=EXPERTS,
-            sizes=ParallelSizes(world_size=4, expert_model_parallel_size=4),
-            on_gpu=False,
-            fp8=False,
-            precision="32-true",
-            dynamic=True,
-            trainer=trainer(),
-            module=SimpleNamespace(automatic_optimization=True, vocab_size=257),
-        )
+        model=EXPERTS,
+        objective=SFT(),
+        recompute=Recompute(),
+        on_gpu=False,
+        fp8=None,
+        precision="32-true",
+        dynamic=True,
+        planner="balanced",
+        trainer=trainer(),
+        module=SimpleNamespace(automatic_optimization=True, vocab_size=257),
     )
 
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast, override
+from functools import partial
+from typing import Any, ClassVar, Protocol, cast, override
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from lightning_dcp.config.schedule import LRSchedule
-from lightning_dcp.engine import OptimizerSettings, StepResult, lr_scheduler
+from lightning_dcp.engine import (
+    DynamicCPEngine,
+    MegatronOptimizer,
+    OptimizerSettings,
+    PlannedBatch,
+    StepResult,
+    lr_scheduler,
+)
 from lightning_dcp.model import (
     ROUTES,
     HiddenStates,
     ModelConfig,
+    Recompute,
     RouteShape,
     build_model,
     hidden_states,
@@ -39,20 +49,32 @@ from lightning_dcp.packing import (
     to_jagged,
     unpack_rows,
 )
-from lightning_dcp.parallel import bind_micro_batch
-from lightning_dcp.rules import Run, refuse
+from lightning_dcp.parallel import ParallelContext, bind_micro_batch
+from lightning_dcp.precision import MegatronPrecision
+from lightning_dcp.rules import refuse
 
-if TYPE_CHECKING:
-    from lightning_dcp.strategy import DynamicCPStrategy
+
+class EngineStrategy(Protocol):
+    """What the module takes from its strategy, ``DynamicCPStrategy``, while a Trainer runs."""
+
+    engine: DynamicCPEngine
+    ddp: list[DistributedDataParallel]
+    context: ParallelContext
+    precision_plugin: MegatronPrecision
+    recompute: Recompute
+    fp8: str | None
+
+    def build_optimizer(self, settings: OptimizerSettings) -> MegatronOptimizer:
+        """Megatron-Core's optimizer for the module's model."""
 
 
 class DynamicCPModule(LightningModule):
     """Trains a decoder on jagged global batches, with a CP size per micro-batch.
 
-    ``training_step`` gives the batch to the strategy, which plans it, packs this rank's share and
-    calls :meth:`micro_batch_step` for every micro-batch, which asks ``objective`` for the losses.
-    Give another objective for another loss on log-probabilities, override that method for any
-    other, and ``configure_model`` for another Megatron-Core model.
+    ``training_step`` gives the batch to the strategy's engine, which plans it, packs this rank's
+    share and calls :meth:`micro_batch_step` for every micro-batch; that asks ``objective`` for the
+    losses. Give another objective for another loss on log-probabilities, override that method for
+    any other, and ``configure_model`` for another Megatron-Core model.
 
     Args:
         model: The model's sizes.
@@ -97,7 +119,7 @@ class DynamicCPModule(LightningModule):
             raise TypeError(f"objective must be an Objective, found a {type(objective).__name__}.")
         if objective is None:
             objective = ValueLoss() if model.head == "value" else SFT()
-        refuse(Run(model=model, objective=objective))
+        refuse(model=model, objective=objective)
         if record_routes and RouteShape.of(model) is None:
             raise ValueError(
                 "record_routes=True needs a model whose routers can be asked: set "
@@ -127,23 +149,16 @@ class DynamicCPModule(LightningModule):
         """What the model's routes look like; None where routers neither replay nor record."""
         return RouteShape.of(self.model_config)
 
-    def batch_to_run(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch without ``routed_experts`` that are not to be replayed."""
-        if self.replay_routes or not isinstance(batch, Mapping) or ROUTES not in batch:
-            return batch
-        return {key: value for key, value in batch.items() if key != ROUTES}
-
     @property
-    def _strategy(self) -> DynamicCPStrategy:
-        from lightning_dcp.strategy import DynamicCPStrategy
-
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, DynamicCPStrategy):
+    def _strategy(self) -> EngineStrategy:
+        strategy: Any = self.trainer.strategy
+        # Of the class: before the run is set up the property has nothing to give.
+        if not hasattr(type(strategy), "engine"):
             raise TypeError(
                 f"{type(self).__name__} needs Trainer(strategy=DynamicCPStrategy(...)), found "
                 f"{type(strategy).__name__}."
             )
-        return strategy
+        return cast(EngineStrategy, strategy)
 
     @override
     def configure_model(self) -> None:
@@ -267,9 +282,25 @@ class DynamicCPModule(LightningModule):
 
     @override
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
-        self.last_step = self._strategy.train_on(batch)
-        self.log_step(self.last_step)
-        return self.last_step.loss
+        strategy = self._strategy
+        planned = self._prepare(batch, mtp_depths=self.model_config.mtp_num_layers)
+        step = strategy.engine.train_step(strategy.ddp, planned, self.micro_batch_step)
+        self.last_step = step
+        self.log_step(step)
+        return step.loss
+
+    def _prepare(self, batch: Mapping[str, Any], *, mtp_depths: int = 0) -> PlannedBatch:
+        """Checks and plans a global batch for the objective; a collective."""
+        objective = self.objective
+        return self._strategy.engine.prepare(
+            self._without_unused_routes(batch),
+            vocab_size=self.vocab_size,
+            routes=self.routes,
+            target_extras=[extra.key for extra in objective.extras],
+            mtp_depths=mtp_depths,
+            check=partial(objective.check, vocab_size=self.vocab_size),
+            keep_together=objective.keep_together,
+        )
 
     def log_step(self, step: StepResult) -> None:
         """Logs what a training step gave, once a step; equal on all ranks, so nothing is synced.
@@ -321,7 +352,19 @@ class DynamicCPModule(LightningModule):
             uint8 or, of more than 256 experts, int16. An empty dict on all ranks but the first,
             unless ``predict_everywhere``.
         """
-        outputs = self._strategy.predict_on(batch, everywhere=self.predict_everywhere)
+        engine = self._strategy.engine
+        # Prompts need not hold what the objective reads.
+        planned = engine.prepare(
+            self._without_unused_routes(batch), vocab_size=self.vocab_size, routes=self.routes
+        )
+        outputs = engine.predict_step(
+            planned,
+            self.predict_micro_batch,
+            everywhere=self.predict_everywhere,
+            of_own_token=self.of_own_token,
+            record_routes=self.record_routes,
+            model=self.model,
+        )
         if outputs and "sample_id" in batch:
             outputs["sample_id"] = batch["sample_id"]
         return outputs
@@ -347,12 +390,20 @@ class DynamicCPModule(LightningModule):
 
     def _evaluate(self, batch: Mapping[str, Any], name: str) -> None:
         """Logs the mean over the epoch of what the objective counts, over all batches."""
-        step = self._strategy.evaluate_on(batch)
+        step = self._strategy.engine.eval_step(
+            self._prepare(batch), self.micro_batch_step, model=self.model
+        )
         num_tokens = int(step.num_tokens)
         if num_tokens:
             self.log(
                 name, step.loss, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=num_tokens
             )
+
+    def _without_unused_routes(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch without ``routed_experts`` that are not to be replayed."""
+        if self.replay_routes or not isinstance(batch, Mapping) or ROUTES not in batch:
+            return batch
+        return {key: value for key, value in batch.items() if key != ROUTES}
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -1,59 +1,23 @@
-"""What does not work together: one table of rules, and one function that applies them.
+"""What does not work together: a function each, registered with the line it has in the docs.
 
-:func:`refuse` gets all that is known of a run, and is called again whenever more is known: when the
-strategy is made, when the number of processes is known, when the model and the Trainer are, and at
-each batch. A rule applies as soon as it has what it looks at. ``docs/features.md`` has the table.
+A rule names the facts that it looks at as its parameters. :func:`refuse` gets the facts that its
+caller has and applies the rules that need no others: when the strategy or the module is made, when
+the device is known, and when the Trainer is. What a part refuses by itself (sizes, batches) is no
+rule. ``docs/features.md`` has the table.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
-from lightning_dcp.config.model import check_mtp_recompute
-from lightning_dcp.config.padding import PackPadding
-from lightning_dcp.model import ModelConfig, Recompute, RouteShape, check_routes
+from lightning_dcp.config.model import ModelConfig, Recompute
 from lightning_dcp.objectives import Objective
-from lightning_dcp.packing import GlobalBatch
-from lightning_dcp.parallel import ParallelSizes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is known of a run so far; None is not known yet.
-
-    Attributes:
-        sizes: The parallel sizes.
-        model: The model's sizes.
-        objective: What is trained for.
-        recompute: What the backward pass computes again.
-        padding: How packs are padded.
-        planner: As the user gave it.
-        dynamic: Whether CP sizes are chosen.
-        fp8: Whether matrix products run in eight bits.
-        precision: The Trainer's.
-        on_gpu: Whether a GPU computes.
-        trainer: The Trainer.
-        module: The LightningModule.
-        batch: A global batch.
-    """
-
-    sizes: ParallelSizes | None = None
-    model: ModelConfig | None = None
-    objective: Objective | None = None
-    recompute: Recompute | None = None
-    padding: PackPadding | None = None
-    planner: str | None = None
-    dynamic: bool | None = None
-    fp8: bool | None = None
-    precision: str | None = None
-    on_gpu: bool | None = None
-    trainer: Trainer | None = None
-    module: LightningModule | None = None
-    batch: GlobalBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -66,29 +30,48 @@ class Rule:
         instead: Why, or what to do instead, in a few words; for the table.
         find: The whole message if a run has both, else None.
         error: The type of the error.
+        facts: Names of what ``find`` looks at.
     """
 
     feature: str
     other: str
     instead: str
-    find: Callable[[Run], str | None]
-    error: type[Exception] = ValueError
+    find: Callable[..., str | None]
+    error: type[Exception]
+    facts: frozenset[str]
 
 
-def refuse(run: Run) -> None:
-    """Raises the error of the first rule that a run breaks.
+RULES: list[Rule] = []
+
+
+def rule(
+    feature: str, other: str, *, instead: str, error: type[Exception] = ValueError
+) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
+    """Registers a function that gives a message where a run has both of two things, else None."""
+
+    def register(find: Callable[..., str | None]) -> Callable[..., str | None]:
+        facts = frozenset(inspect.signature(find).parameters)
+        RULES.append(Rule(feature, other, instead, find, error, facts))
+        return find
+
+    return register
+
+
+def refuse(**facts: Any) -> None:
+    """Raises the error of the first rule that is broken, of those that need no other facts.
 
     Args:
-        run: What is known of it.
+        facts: What is known, under the names of the rules' parameters.
 
     Raises:
         ValueError: Options that contradict each other.
         NotImplementedError: Something that this package does not do.
     """
-    for rule in RULES:
-        message = rule.find(run)
-        if message is not None:
-            raise rule.error(message)
+    for each in RULES:
+        if each.facts <= facts.keys():
+            message = each.find(**{name: facts[name] for name in each.facts})
+            if message is not None:
+                raise each.error(message)
 
 
 def as_table() -> str:
@@ -97,78 +80,39 @@ def as_table() -> str:
     return "\n".join(["| this | does not work with | instead |", "|---|---|---|", *rows])
 
 
-def _planner_of_static(run: Run) -> str | None:
-    if run.dynamic is not False or run.planner in (None, "static"):
+# -- of the strategy alone ------------------------------------------------------------------------
+
+
+@rule("`dynamic_context_parallel=False`", "a planner other than `static`", instead="one of the two")
+def _planner_of_static(dynamic: bool, planner: str | None) -> str | None:
+    if dynamic or planner in (None, "static"):
         return None
     return (
-        f"planner={run.planner!r} chooses CP sizes, but dynamic_context_parallel=False asks for "
+        f"planner={planner!r} chooses CP sizes, but dynamic_context_parallel=False asks for "
         "one size. Leave one of the two out."
     )
 
 
-def _sizes_of_model(run: Run) -> str | None:
-    if run.model is None or run.sizes is None:
-        return None
-    try:
-        run.model.check_parallel(run.sizes)
-    except ValueError as error:
-        return str(error)
-    return None
+# -- of the module alone --------------------------------------------------------------------------
 
 
-def _experts_recomputed(run: Run) -> str | None:
-    modules = run.recompute.modules if run.recompute is not None else ()
-    experts = sorted({"moe", "moe_act", "shared_experts"} & set(modules))
-    if run.model is None or run.model.moe is not None or not experts:
+@rule("an objective", "a model with another `head`", instead="the head it names")
+def _head_of_objective(model: ModelConfig, objective: Objective) -> str | None:
+    if objective.head == model.head:
         return None
     return (
-        f"recompute.modules={experts} names parts of experts, and the model has none (moe=None). "
-        "Leave them out; 'mlp' recomputes a dense MLP."
+        f"{type(objective).__name__} needs a model with head={objective.head!r}, found "
+        f"ModelConfig(head={model.head!r})."
     )
 
 
-def _fp8_on_cpu(run: Run) -> str | None:
-    if not run.fp8 or run.on_gpu is not False:
-        return None
-    return (
-        "DynamicCPStrategy(fp8=...) needs a GPU and TransformerEngine, and this run computes on "
-        "the CPU. Leave fp8 out here; pad_to_length_bucket works on the CPU too."
-    )
-
-
-def _fp8_in_float32(run: Run) -> str | None:
-    if not run.fp8 or run.precision is None or run.precision.startswith("bf16"):
-        return None
-    return (
-        f"DynamicCPStrategy(fp8=...) is for bfloat16 weights, found Trainer(precision="
-        f"{run.precision!r}). Use precision='bf16-mixed'."
-    )
-
-
-def _fused_router_on_cpu(run: Run) -> str | None:
-    fused = run.model is not None and run.model.moe is not None and run.model.moe.router_fusion
-    if not fused or run.on_gpu is not False:
-        return None
-    return (
-        "moe.router_fusion=True needs TransformerEngine's kernels on a GPU, and this run computes "
-        "on the CPU. Set it to False here."
-    )
-
-
-def _head_of_objective(run: Run) -> str | None:
-    if run.objective is None or run.model is None or run.objective.head == run.model.head:
-        return None
-    return (
-        f"{type(run.objective).__name__} needs a model with head={run.objective.head!r}, found "
-        f"ModelConfig(head={run.model.head!r})."
-    )
-
-
-def _mtp_of_objective(run: Run) -> str | None:
-    model, objective = run.model, run.objective
-    if model is None or objective is None or not model.mtp_num_layers:
-        return None
-    if type(objective).count is Objective.count:
+@rule(
+    "multi-token prediction",
+    "an objective that counts something else than tokens (DPO, a masked value loss)",
+    instead="`mtp_num_layers=0`",
+)
+def _mtp_of_objective(model: ModelConfig, objective: Objective) -> str | None:
+    if not model.mtp_num_layers or _counts_tokens(objective):
         return None
     return (
         f"ModelConfig(mtp_num_layers={model.mtp_num_layers}) weighs its losses by target tokens, "
@@ -177,13 +121,15 @@ def _mtp_of_objective(run: Run) -> str | None:
     )
 
 
-def _router_losses_of_objective(run: Run) -> str | None:
-    model, objective = run.model, run.objective
-    if model is None or model.moe is None or objective is None:
-        return None
+@rule(
+    "router losses",
+    "an objective that counts something else than tokens",
+    instead="`moe.expert_bias`",
+)
+def _router_losses_of_objective(model: ModelConfig, objective: Objective) -> str | None:
     names = ("aux_loss_coeff", "seq_aux_loss_coeff", "z_loss_coeff")
-    used = [name for name in names if getattr(model.moe, name)]
-    if not used or type(objective).count is Objective.count:
+    used = [name for name in names if getattr(model.moe, name, 0)]
+    if not used or _counts_tokens(objective):
         return None
     return (
         f"moe.{used[0]}={getattr(model.moe, used[0])} is weighed by target tokens, and "
@@ -192,53 +138,91 @@ def _router_losses_of_objective(run: Run) -> str | None:
     )
 
 
-def _mtp_recomputed(run: Run) -> str | None:
-    if run.model is None or run.recompute is None:
-        return None
-    try:
-        check_mtp_recompute(run.model, run.recompute)
-    except ValueError as error:
-        return str(error)
-    return None
+def _counts_tokens(objective: Objective) -> bool:
+    return type(objective).count is Objective.count
 
 
-def _routes_without_replay(run: Run) -> str | None:
-    if run.batch is None or run.model is None or RouteShape.of(run.model) is not None:
-        return None
-    try:
-        check_routes(run.batch, None)
-    except ValueError as error:
-        return str(error)
-    return None
+# -- of the strategy, the module and the device ---------------------------------------------------
 
 
-def _units_of_megatron(run: Run) -> str | None:
-    together = run.objective is not None and run.objective.keep_together is not None
-    if not together or run.planner != "megatron":
+@rule("recomputation of `moe`, `moe_act`, `shared_experts`", "a dense model", instead="`mlp`")
+def _experts_recomputed(model: ModelConfig, recompute: Recompute) -> str | None:
+    experts = sorted({"moe", "moe_act", "shared_experts"} & set(recompute.modules))
+    if model.moe is not None or not experts:
         return None
     return (
-        f"planner='megatron' cannot keep samples together, as {type(run.objective).__name__} "
+        f"recompute.modules={experts} names parts of experts, and the model has none (moe=None). "
+        "Leave them out; 'mlp' recomputes a dense MLP."
+    )
+
+
+@rule("FP8", "the CPU", instead="a GPU with TransformerEngine", error=NotImplementedError)
+def _fp8_on_cpu(fp8: str | None, on_gpu: bool) -> str | None:
+    if fp8 is None or on_gpu:
+        return None
+    return (
+        "DynamicCPStrategy(fp8=...) needs a GPU and TransformerEngine, and this run computes on "
+        "the CPU. Leave fp8 out here; pad_to_length_bucket works on the CPU too."
+    )
+
+
+@rule("FP8", "float32 weights", instead="`precision='bf16-mixed'`")
+def _fp8_in_float32(fp8: str | None, precision: str) -> str | None:
+    if fp8 is None or precision.startswith("bf16"):
+        return None
+    return (
+        f"DynamicCPStrategy(fp8=...) is for bfloat16 weights, found Trainer(precision="
+        f"{precision!r}). Use precision='bf16-mixed'."
+    )
+
+
+@rule(
+    "`moe.router_fusion`",
+    "the CPU",
+    instead="a GPU with TransformerEngine",
+    error=NotImplementedError,
+)
+def _fused_router_on_cpu(model: ModelConfig, on_gpu: bool) -> str | None:
+    if on_gpu or model.moe is None or not model.moe.router_fusion:
+        return None
+    return (
+        "moe.router_fusion=True needs TransformerEngine's kernels on a GPU, and this run computes "
+        "on the CPU. Set it to False here."
+    )
+
+
+@rule("samples that stay together (DPO)", "`planner='megatron'`", instead="`balanced`")
+def _units_of_megatron(objective: Objective, planner: str | None) -> str | None:
+    if objective.keep_together is None or planner != "megatron":
+        return None
+    return (
+        f"planner='megatron' cannot keep samples together, as {type(objective).__name__} "
         "needs: Megatron-Core's scheduler places every sequence by itself. Use 'balanced'."
     )
 
 
-def _accumulation(run: Run) -> str | None:
-    if run.trainer is None or run.trainer.accumulate_grad_batches == 1:
+# -- of the Trainer -------------------------------------------------------------------------------
+
+
+@rule(
+    "`Trainer(accumulate_grad_batches=...)`",
+    "this strategy",
+    instead="a larger `global_batch_size`",
+)
+def _accumulation(trainer: Trainer) -> str | None:
+    if trainer.accumulate_grad_batches == 1:
         return None
     return (
-        f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches}) does not work "
+        f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) does not work "
         "with DynamicCPStrategy: micro-batches are planned inside one global batch, and their "
         "gradients add up there. Leave it at 1 and raise the DataModule's global_batch_size."
     )
 
 
-def _clipping_by_value(run: Run) -> str | None:
-    trainer = run.trainer
-    if (
-        trainer is None
-        or trainer.gradient_clip_val is None
-        or trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-    ):
+@rule("`Trainer(gradient_clip_algorithm='value')`", "this strategy", instead="`'norm'`")
+def _clipping_by_value(trainer: Trainer) -> str | None:
+    by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+    if trainer.gradient_clip_val is None or not by_value:
         return None
     return (
         "Trainer(gradient_clip_algorithm='value') does not work with DynamicCPStrategy, whose "
@@ -246,120 +230,41 @@ def _clipping_by_value(run: Run) -> str | None:
     )
 
 
-def _synced_batch_norm(run: Run) -> str | None:
-    if run.trainer is None or getattr(run.trainer.strategy, "_layer_sync", None) is None:
+@rule(
+    "`Trainer(sync_batchnorm=True)`",
+    "this strategy",
+    instead="nothing: there is no batch norm",
+    error=NotImplementedError,
+)
+def _synced_batch_norm(trainer: Trainer) -> str | None:
+    if getattr(trainer.strategy, "_layer_sync", None) is None:
         return None
     return "Trainer(sync_batchnorm=True) does not work with DynamicCPStrategy: leave it out."
 
 
-def _manual_optimization(run: Run) -> str | None:
-    if run.module is None or run.module.automatic_optimization:
+@rule(
+    "manual optimization",
+    "this strategy",
+    instead="automatic optimization",
+    error=NotImplementedError,
+)
+def _manual_optimization(module: LightningModule) -> str | None:
+    if module.automatic_optimization:
         return None
     return (
-        f"{type(run.module).__name__} sets automatic_optimization=False. DynamicCPStrategy runs "
+        f"{type(module).__name__} sets automatic_optimization=False. DynamicCPStrategy runs "
         "forward, backward and the optimizer step itself; leave it True."
     )
 
 
-def _vocabulary_of_data(run: Run) -> str | None:
-    datamodule = getattr(run.trainer, "datamodule", None)
+@rule("a tokenizer", "a smaller vocabulary of the model", instead="`vocab_size` of the model")
+def _vocabulary_of_data(trainer: Trainer, module: LightningModule) -> str | None:
+    datamodule = getattr(trainer, "datamodule", None)
     of_data = getattr(datamodule, "vocab_size", None)
-    of_model = getattr(run.module, "vocab_size", None)
+    of_model = getattr(module, "vocab_size", None)
     if not (isinstance(of_data, int) and isinstance(of_model, int) and of_data > of_model):
         return None
     return (
         f"{type(datamodule).__name__} has a vocabulary of {of_data} ids, the model one of "
         f"{of_model}. Set the model's vocab_size to {of_data}."
     )
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "`dynamic_context_parallel=False`",
-        "a planner other than `static`",
-        "one of the two",
-        _planner_of_static,
-    ),
-    Rule(
-        "TP, PP, VPP, EP",
-        "heads, layers or experts that they do not divide; experts with TP but without "
-        "`sequence_parallel`; the all-gather dispatcher with PP; EP of a dense model",
-        "other sizes: the message has both numbers",
-        _sizes_of_model,
-    ),
-    Rule(
-        "recomputation of `moe`, `moe_act`, `shared_experts`",
-        "a dense model",
-        "`mlp`",
-        _experts_recomputed,
-    ),
-    Rule("FP8", "the CPU", "a GPU with TransformerEngine", _fp8_on_cpu, NotImplementedError),
-    Rule("FP8", "float32 weights", "`precision='bf16-mixed'`", _fp8_in_float32),
-    Rule(
-        "`moe.router_fusion`",
-        "the CPU",
-        "a GPU with TransformerEngine",
-        _fused_router_on_cpu,
-        NotImplementedError,
-    ),
-    Rule("an objective", "a model with another `head`", "the head it names", _head_of_objective),
-    Rule(
-        "multi-token prediction",
-        "an objective that counts something else than tokens (DPO, a masked value loss)",
-        "`mtp_num_layers=0`",
-        _mtp_of_objective,
-    ),
-    Rule(
-        "router losses",
-        "an objective that counts something else than tokens",
-        "`moe.expert_bias`",
-        _router_losses_of_objective,
-    ),
-    Rule(
-        "multi-token prediction",
-        "full recomputation in blocks or chunks of layers",
-        "`method: uniform`, `num_layers: 1`",
-        _mtp_recomputed,
-    ),
-    Rule(
-        "`routed_experts` in a batch",
-        "a dense model, or one without `moe.router_replay`",
-        "`router_replay=True`, or `DynamicCPModule(replay_routes=False)`",
-        _routes_without_replay,
-    ),
-    Rule(
-        "samples that stay together (DPO)", "`planner='megatron'`", "`balanced`", _units_of_megatron
-    ),
-    Rule(
-        "`Trainer(accumulate_grad_batches=...)`",
-        "this strategy",
-        "a larger `global_batch_size`",
-        _accumulation,
-    ),
-    Rule(
-        "`Trainer(gradient_clip_algorithm='value')`",
-        "this strategy",
-        "`'norm'`",
-        _clipping_by_value,
-    ),
-    Rule(
-        "`Trainer(sync_batchnorm=True)`",
-        "this strategy",
-        "nothing: there is no batch norm",
-        _synced_batch_norm,
-        NotImplementedError,
-    ),
-    Rule(
-        "manual optimization",
-        "this strategy",
-        "automatic optimization",
-        _manual_optimization,
-        NotImplementedError,
-    ),
-    Rule(
-        "a tokenizer",
-        "a smaller vocabulary of the model",
-        "`vocab_size` of the model",
-        _vocabulary_of_data,
-    ),
-)

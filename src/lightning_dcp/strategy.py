@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, override
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
@@ -37,24 +23,19 @@ from torch import Tensor
 from lightning_dcp.config.cap import check_cap, resolve_cap
 from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.engine import (
+    WHOLE,
     DynamicCPEngine,
     MegatronOptimizer,
     OptimizerSettings,
-    PlannedBatch,
     PlanningLoader,
     PlanSettings,
-    StepResult,
-    agree_on_file,
     build_optimizer,
-    full_model_state,
-    full_optimizer_state,
-    load_full_model_state,
-    load_full_optimizer_state,
+    preset_of_device,
+    read_cost_model,
     wrap_chunks,
 )
 from lightning_dcp.model import ModelConfig, Recompute, check_routers, model_chunks
 from lightning_dcp.module import DynamicCPModule
-from lightning_dcp.packing import GlobalBatch
 from lightning_dcp.parallel import (
     ParallelContext,
     ParallelSizes,
@@ -62,13 +43,13 @@ from lightning_dcp.parallel import (
     install_cp_hooks,
     setup_parallel,
 )
-from lightning_dcp.planning import CostModel, DevicePreset, cost_model_of_run, preset_of
-from lightning_dcp.planning.cost.calibration_file import read_calibration
+from lightning_dcp.planning import CostModel, DevicePreset, cost_model_of_run
 from lightning_dcp.precision import MegatronPrecision
-from lightning_dcp.rules import Run, refuse
+from lightning_dcp.processes import ProcessStrategy
+from lightning_dcp.rules import refuse
 
 
-class DynamicCPStrategy(ParallelStrategy):
+class DynamicCPStrategy(ProcessStrategy):
     """Trains with a context-parallel size chosen for every packed micro-batch.
 
     The ranks that are not needed for tensor parallelism form one pool (DPxCP). For each global
@@ -120,9 +101,6 @@ class DynamicCPStrategy(ParallelStrategy):
     """
 
     strategy_name = "dynamic_cp"
-    # Lightning looks for this flag on strategies that it does not know: without it, samplers and
-    # `self.log(sync_dist=True)` would act as if there were one process.
-    is_distributed = True
 
     def __init__(
         self,
@@ -152,6 +130,9 @@ class DynamicCPStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
+            timeout=timeout,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -165,14 +146,7 @@ class DynamicCPStrategy(ParallelStrategy):
             fp8=fp8 is not None,
         )
         self.fp8 = fp8
-        self._run = Run(
-            padding=self.padding,
-            planner=planner,
-            dynamic=dynamic_context_parallel,
-            recompute=recompute,
-            fp8=fp8 is not None,
-        )
-        refuse(self._run)
+        refuse(dynamic=dynamic_context_parallel, planner=planner)
         if isinstance(self.max_seqlen_per_dp_cp_rank, int):
             # Again for the whole pool, when its size is known.
             self.padding.check_cap(self.max_seqlen_per_dp_cp_rank, 1, tensor_model_parallel_size)
@@ -188,27 +162,13 @@ class DynamicCPStrategy(ParallelStrategy):
         self.cost_model = cost_model
         self.use_distributed_optimizer = use_distributed_optimizer
         self.overlap_grad_reduce = overlap_grad_reduce
-        self.num_nodes = 1
-        self.engine: DynamicCPEngine | None = None
-        self._timeout = timeout
-        self._process_group_backend = process_group_backend
-        self._start_method = start_method
+        self.checkpoint_format = WHOLE
+        self._engine: DynamicCPEngine | None = None
         self._context: ParallelContext | None = None
         self._ddp: list[DistributedDataParallel] | None = None
         self._remove_hooks: list[Callable[[], None]] = []
 
-    # -- ranks and processes ------------------------------------------------------------------
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+    # -- what a run has ------------------------------------------------------------------------
 
     @property
     @override
@@ -230,25 +190,32 @@ class DynamicCPStrategy(ParallelStrategy):
             )
         return self._context
 
-    def set_world_ranks(self) -> None:
-        """Tells the environment and Lightning's rank-zero helpers who this process is."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for helper in (rank_zero_only, utils_rank_zero_only):
-            setattr(helper, "rank", self.global_rank)  # noqa: B010  (mypy sees functions)
+    @property
+    def engine(self) -> DynamicCPEngine:
+        """What plans and runs global batches.
 
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            # It starts nothing where torchrun or a scheduler did, but checks what they started.
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
+        Raises:
+            RuntimeError: The run is not set up yet.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "The engine is set up when the Trainer starts; use it in the module's steps."
             )
-        else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        return self._engine
+
+    @property
+    def ddp(self) -> list[DistributedDataParallel]:
+        """This rank's chunks of the model, wrapped to be trained.
+
+        Raises:
+            RuntimeError: Outside a fit.
+        """
+        if self._ddp is None:
+            raise RuntimeError(
+                "The model is wrapped for trainer.fit only; use it in training_step or "
+                "configure_optimizers."
+            )
+        return self._ddp
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -262,43 +229,26 @@ class DynamicCPStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
-        self.set_world_ranks()
-        sizes = self.parallel_sizes(self.world_size)
-        reset_seed()
-        device = self.root_device
-        self._run = replace(self._run, sizes=sizes, on_gpu=device.type == "cuda")
-        self._refuse_model()
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            device
-        )
-        assert self.cluster_environment is not None
-        _init_dist_connection(
-            self.cluster_environment,
-            backend,
-            timeout=self._timeout,
-            device_id=device if device.type != "cpu" else None,
-        )
-        self._context = setup_parallel(sizes, current=self._context, timeout=self._timeout)
-
-    def _refuse_model(self) -> None:
-        """Refuses what does not work together, with all that is known now."""
-        module = self._module
-        self._run = replace(
-            self._run,
+        # Before the processes meet.
+        sizes, module = self.parallel_sizes(self.world_size), self._module
+        refuse(
             model=module.model_config,
             objective=module.objective,
+            recompute=self.recompute,
+            planner=self.planner,
+            fp8=self.fp8,
             precision=self.precision_plugin.precision,
+            on_gpu=self.root_device.type == "cuda",
         )
-        refuse(self._run)
+        super().setup_environment()
+        self._context = setup_parallel(sizes, current=self._context, timeout=self._timeout)
 
     # -- set-up and teardown ------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._module
-        self._run = replace(self._run, trainer=trainer, module=module)
-        self._refuse_model()
+        refuse(trainer=trainer, module=module)
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
@@ -310,14 +260,23 @@ class DynamicCPStrategy(ParallelStrategy):
             loop.inference_mode = False
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        context = self.context
+        measured = None
+        if self.cost_model is not None:
+            measured = read_cost_model(
+                self.cost_model,
+                model=module.model_config.sizes,
+                tp_size=self.tensor_model_parallel_size,
+                group=context.host_group,
+            )
         settings = self.plan_settings(
-            self.context.sizes,
+            context.sizes,
             module.model_config,
-            device=_preset_of(self.root_device),
+            device=preset_of_device(self.root_device),
             max_length=getattr(getattr(trainer, "datamodule", None), "max_length", None),
-            cost_model=self._read_cost_model(),
+            cost_model=measured,
         )
-        self.engine = DynamicCPEngine(self.context, settings)
+        self._engine = DynamicCPEngine(context, settings)
         self.model_to_device()
         assert module.model is not None
         chunks = model_chunks(module.model)
@@ -383,24 +342,6 @@ class DynamicCPStrategy(ParallelStrategy):
             padding=self.padding,
         )
 
-    def _read_cost_model(self) -> CostModel | None:
-        """The calibrated cost model, the same on all ranks, or an error on all of them."""
-        path = self.cost_model
-        if path is None:
-            return None
-        cost_model: CostModel | None = None
-        refused: ValueError | None = None
-        try:
-            cost_model = read_calibration(
-                path,
-                model=self._module.model_config.sizes,
-                tp_size=self.tensor_model_parallel_size,
-            ).cost_model
-        except ValueError as error:
-            refused = error
-        agree_on_file(f"cost_model={path!r}", str(cost_model), refused, self.context.host_group)
-        return cost_model
-
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         # Those of an earlier fit belong to a model that is gone.
@@ -436,11 +377,10 @@ class DynamicCPStrategy(ParallelStrategy):
         Raises:
             RuntimeError: Called before the strategy is set up to fit.
         """
-        if self._ddp is None or self.lightning_module is None:
-            raise RuntimeError("build_optimizer works inside configure_optimizers only.")
-        clip = self.lightning_module.trainer.gradient_clip_val or 0.0
+        ddp = self.ddp
+        clip = self._module.trainer.gradient_clip_val or 0.0
         return build_optimizer(
-            self._ddp, self.context, settings or OptimizerSettings(), clip_grad=float(clip)
+            ddp, self.context, settings or OptimizerSettings(), clip_grad=float(clip)
         )
 
     @property
@@ -469,29 +409,24 @@ class DynamicCPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         for remove in self._remove_hooks:
             remove()
         self._remove_hooks = []
-        if self.engine is not None:
-            self.engine.close()
-        self._ddp = self.engine = None
+        if self._engine is not None:
+            self._engine.close()
+        self._ddp = self._engine = None
         if self._context is not None:
             self._context.destroy()
         disable_cpu_mode()
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        super().teardown()
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         # Lightning asks a loader for the next batch before a step: its plan is made meanwhile.
-        if self.engine is None:
+        if self._engine is None:
             return dataloader
         units = self._module.objective.keep_together
-        return PlanningLoader(dataloader, self.engine.ahead, keep_together=units)
+        return PlanningLoader(dataloader, self._engine.prefetcher, keep_together=units)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -508,117 +443,13 @@ class DynamicCPStrategy(ParallelStrategy):
         # and packing must not wait for a device.
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
-    def _prepare(
-        self, engine: DynamicCPEngine, batch: Mapping[str, Any], *, mtp_depths: int = 0
-    ) -> PlannedBatch:
-        objective, vocab_size = self._module.objective, self._module.vocab_size
-        return engine.prepare(
-            self._module.batch_to_run(batch),
-            vocab_size=vocab_size,
-            routes=self._module.routes,
-            target_extras=[extra.key for extra in objective.extras],
-            mtp_depths=mtp_depths,
-            check=self._check_batch,
-            keep_together=objective.keep_together,
-        )
-
-    def _check_batch(self, batch: GlobalBatch) -> None:
-        refuse(replace(self._run, batch=batch))
-        self._module.objective.check(batch, vocab_size=self._module.vocab_size)
-
-    def train_on(self, batch: Mapping[str, Any]) -> StepResult:
-        """Plans a global batch and runs forward and backward over it; a collective.
-
-        Args:
-            batch: The same on every rank.
-
-        Raises:
-            RuntimeError: Called outside a fit.
-        """
-        if self.engine is None or self._ddp is None:
-            raise RuntimeError("train_on works inside training_step only.")
-        depths = self._module.model_config.mtp_num_layers
-        planned = self._prepare(self.engine, batch, mtp_depths=depths)
-        return self.engine.train_step(self._ddp, planned, self._module.micro_batch_step)
-
-    def evaluate_on(self, batch: Mapping[str, Any]) -> StepResult:
-        """Plans a global batch and runs the forward passes; a collective.
-
-        Args:
-            batch: The same on every rank.
-
-        Raises:
-            RuntimeError: Called outside a run.
-        """
-        if self.engine is None:
-            raise RuntimeError("evaluate_on works inside validation_step and test_step only.")
-        planned = self._prepare(self.engine, batch)
-        module = self._module
-        return self.engine.eval_step(planned, module.micro_batch_step, model=module.model)
-
-    def predict_on(
-        self, batch: Mapping[str, Any], *, everywhere: bool = False
-    ) -> dict[str, Tensor]:
-        """Plans a global batch and collects outputs of its tokens; a collective.
-
-        Args:
-            batch: The same on every rank.
-            everywhere: Give the result to all ranks and not to rank 0 alone.
-
-        Returns:
-            By name jagged ``[num_samples, length*, ...]``, in the order of the batch; an empty
-            dict on ranks that do not get it.
-
-        Raises:
-            RuntimeError: Called outside a run.
-        """
-        if self.engine is None:
-            raise RuntimeError("predict_on works inside predict_step only.")
-        module = self._module
-        planned = self.engine.prepare(
-            module.batch_to_run(batch),
-            vocab_size=module.vocab_size,
-            routes=module.routes,
-            check=lambda read: refuse(replace(self._run, batch=read)),
-        )
-        return self.engine.predict_step(
-            planned,
-            module.predict_micro_batch,
-            everywhere=everywhere,
-            of_own_token=module.of_own_token,
-            record_routes=module.record_routes,
-            model=module.model,
-        )
-
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        # The engine has run the backward passes; Lightning's hooks fire, nothing else is left.
+        # The engine has run the backward passes in `training_step`: Lightning zeroes gradients
+        # between the two, and would wipe them. Its hooks fire, nothing else is left.
         module = self._module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         return self.precision_plugin.post_backward(closure_loss, module)
-
-    # -- collectives --------------------------------------------------------------------------
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        on_gpu = dist.get_backend() == "nccl"
-        dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -629,24 +460,30 @@ class DynamicCPStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return full_model_state(self._module, self.context)
+        return self.checkpoint_format.model_state(self._module, self.context)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_full_model_state(self._module, checkpoint["state_dict"], self.context, strict=strict)
+        self.checkpoint_format.load_model_state(
+            self._module, checkpoint["state_dict"], self.context, strict=strict
+        )
         for optimizer in self.optimizers:
             # bfloat16 weights have float32 masters, which a checkpoint of weights alone lacks.
             _unwrapped(optimizer).inner.reload_model_params()
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return full_optimizer_state(_unwrapped(optimizer), self._module, self.context)
+        return self.checkpoint_format.optimizer_state(
+            _unwrapped(optimizer), self._module, self.context
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         (state,) = checkpoint["optimizer_states"]
         (optimizer,) = self.optimizers
-        load_full_optimizer_state(_unwrapped(optimizer), self._module, state, self.context)
+        self.checkpoint_format.load_optimizer_state(
+            _unwrapped(optimizer), self._module, state, self.context
+        )
 
     @classmethod
     @override
@@ -661,11 +498,6 @@ class DynamicCPStrategy(ParallelStrategy):
                     max_seqlen_per_dp_cp_rank="auto",
                     start_method=start_method,
                 )
-
-
-def _preset_of(device: torch.device) -> DevicePreset:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return preset_of(device.type, name)
 
 
 def _unwrapped(optimizer: Any) -> MegatronOptimizer:

@@ -106,10 +106,11 @@ def test_options_out_of_range(make, message):
 @pytest.mark.parametrize(
     ("objective", "key"), [(DPO(pair_id="pair"), "pair"), (SFT(), None)], ids=["dpo", "sft"]
 )
-def test_the_strategy_asks_for_plans_that_keep_pairs_together(objective, key):
+def test_the_module_asks_for_plans_that_keep_pairs_together(objective, key):
     strategy = DynamicCPStrategy(8)
-    strategy._lightning_module = trainers.module(objective=objective)
     asked = []
-    engine = SimpleNamespace(prepare=lambda batch, **options: asked.append(options))
-    strategy._prepare(engine, {})
+    strategy._engine = SimpleNamespace(prepare=lambda batch, **options: asked.append(options))
+    module = trainers.module(objective=objective)
+    module._trainer = SimpleNamespace(strategy=strategy)
+    module._prepare({})
     assert asked[0].get("keep_together") == key

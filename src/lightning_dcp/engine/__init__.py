@@ -1,25 +1,29 @@
-"""Forward and backward over a plan, the optimizer, and full checkpoints of sharded states."""
+"""The engine: plans of global batches, and forward and backward over them; works without Lightning.
+
+With ``setup_parallel`` and ``install_cp_hooks`` (``lightning_dcp.parallel``) and ``build_model``
+(``lightning_dcp.model``) this is all that a training loop of one's own needs.
+"""
 
 from lightning_dcp.config.optimizer import OptimizerSettings
-from lightning_dcp.engine.agreement import agree_on_file
 from lightning_dcp.engine.checkpoint import (
+    WHOLE,
+    CheckpointFormat,
     full_model_state,
     full_optimizer_state,
     load_full_model_state,
     load_full_optimizer_state,
 )
 from lightning_dcp.engine.ddp import wrap_chunks, wrap_ddp
-from lightning_dcp.engine.engine import (
-    DynamicCPEngine,
-    PlannedBatch,
-    StepResult,
-)
-from lightning_dcp.engine.lr_scheduler import lr_scheduler
-from lightning_dcp.engine.optimizer import MegatronOptimizer, build_optimizer
+from lightning_dcp.engine.micro_batches import PlannedBatch
+from lightning_dcp.engine.optimizer import MegatronOptimizer, build_optimizer, lr_scheduler
 from lightning_dcp.engine.prefetch import PlanningLoader
+from lightning_dcp.engine.run import DynamicCPEngine, StepResult
+from lightning_dcp.engine.settings import preset_of_device, read_cost_model
 from lightning_dcp.planning import PlanSettings
 
 __all__ = [
+    "WHOLE",
+    "CheckpointFormat",
     "DynamicCPEngine",
     "MegatronOptimizer",
     "OptimizerSettings",
@@ -27,13 +31,14 @@ __all__ = [
     "PlannedBatch",
     "PlanningLoader",
     "StepResult",
-    "agree_on_file",
     "build_optimizer",
     "full_model_state",
     "full_optimizer_state",
     "load_full_model_state",
     "load_full_optimizer_state",
     "lr_scheduler",
+    "preset_of_device",
+    "read_cost_model",
     "wrap_chunks",
     "wrap_ddp",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import numpy as np
 import torch
@@ -54,35 +53,6 @@ def agree_on_lengths(
             "Trainer(use_distributed_sampler=True) as it is, or make a sampler of your own give "
             "all ranks the same samples in the same order."
         )
-
-
-def agree_on_file(
-    option: str, content: str, error: Exception | None, group: dist.ProcessGroup
-) -> None:
-    """Compares what each rank read from a file; a collective.
-
-    Args:
-        option: The option that names the file, and the file.
-        content: What this rank read.
-        error: Why this rank could not read it, or None.
-        group: A gloo group of all ranks.
-
-    Raises:
-        Exception: ``error`` itself, on the rank that had it.
-        ValueError: Another rank could not read it, or it holds something else there; on every rank.
-    """
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (content, None if error is None else str(error)), group=group)
-    if error is not None:
-        raise error
-    for rank, (theirs, message) in enumerate(found):
-        if message is not None:
-            raise ValueError(f"Rank {rank} refused {option}: {message}")
-        if theirs != found[0][0]:
-            raise ValueError(
-                f"{option} holds other figures on rank {rank} than on rank 0; ranks would plan "
-                "differently: put the same file on every machine"
-            )
 
 
 def _describe(row: torch.Tensor) -> str:

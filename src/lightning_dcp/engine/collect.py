@@ -7,8 +7,9 @@ that share a tensor-parallel model, which all hold the same, the first one sends
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,30 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dcp.packing import PackLayout, to_jagged, unpack_rows
+from lightning_dcp.packing import MicroBatch, PackLayout, to_jagged, unpack_rows
 from lightning_dcp.parallel import ParallelContext
 from lightning_dcp.planning import Plan
+
+RowOutputs = Callable[[MicroBatch], dict[str, Tensor]]
+"""Of a micro-batch: outputs of each row's target on this rank, by name, ``[rows, ...]``."""
+
+
+def checked_outputs(outputs: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """What a user's prediction returned, or an error that says what it has to return."""
+    if not isinstance(outputs, dict) or not outputs:
+        raise TypeError(
+            "predict_micro_batch must return a dict with one output or more by name, found "
+            f"{'an empty dict' if outputs == {} else type(outputs).__name__}."
+        )
+    num_rows = len(micro_batch.labels)
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != num_rows:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ValueError(
+                f"predict_micro_batch gave '{name}' with {found}; an output needs one row for each "
+                f"of the {num_rows} rows of the micro-batch."
+            )
+    return outputs
 
 
 def collect_outputs(

@@ -31,7 +31,6 @@ def run_pipeline(
     context: ParallelContext,
     *,
     num_micro_batches: int,
-    forward_only: bool,
     no_sync: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
 ) -> None:
     """Runs one-forward-one-backward, interleaved if this rank has several chunks; a collective.
@@ -46,8 +45,8 @@ def run_pipeline(
         context: The parallel state.
         num_micro_batches: How many there are, the same on all ranks; for several chunks a multiple
             of the pipeline's size.
-        forward_only: Whether backward passes are left out.
-        no_sync: Of each chunk what holds its gradients' reduction back until the last micro-batch.
+        no_sync: Of each chunk what holds its gradients' reduction back until the last micro-batch;
+            without any, backward passes are left out.
     """
     config = get_model_config(chunks[0])
     config.no_sync_func = (list(no_sync) if len(chunks) > 1 else no_sync[0]) if no_sync else None
@@ -66,7 +65,7 @@ def run_pipeline(
         # Both are asked for, and not used where stages tell each other the rows.
         "seq_length": 1,
         "micro_batch_size": 1,
-        "forward_only": forward_only,
+        "forward_only": not no_sync,
         "p2p_communicator": P2PCommunicator(pp_group=context.pg_collection.pp, config=config),
         "pg_collection": context.pg_collection,
     }

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dcp.packing import read_jagged
+from lightning_dcp.packing import GlobalBatch, read_jagged
 from lightning_dcp.planning import Plan
 
 UnitIds = NDArray[np.int64] | None
@@ -31,7 +31,7 @@ _MOST_KEPT = 16
 """Plans that nobody asked for, as after a break of the loop, are dropped beyond this many."""
 
 
-class PlanAhead:
+class PlanPrefetcher:
     """Makes plans in a thread of its own.
 
     Args:
@@ -40,7 +40,7 @@ class PlanAhead:
 
     def __init__(self, plan: PlanFunction) -> None:
         self._plan = plan
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan-ahead")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan-prefetch")
         self._plans: OrderedDict[bytes, Future[Plan]] = OrderedDict()
 
     def submit(self, batch: Any, *, keep_together: str | None = None) -> None:
@@ -89,24 +89,24 @@ class PlanningLoader:
 
     Args:
         loader: Gives global batches.
-        ahead: Where to plan them.
+        prefetcher: Where to plan them.
         keep_together: The key of their unit ids, if samples must stay together.
     """
 
     def __init__(
         self,
         loader: Iterable[Mapping[str, Any]],
-        ahead: PlanAhead,
+        prefetcher: PlanPrefetcher,
         *,
         keep_together: str | None = None,
     ) -> None:
         self._loader = loader
-        self._ahead = ahead
+        self._prefetcher = prefetcher
         self._keep_together = keep_together
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for batch in self._loader:
-            self._ahead.submit(batch, keep_together=self._keep_together)
+            self._prefetcher.submit(batch, keep_together=self._keep_together)
             yield batch
 
     def __len__(self) -> int:
@@ -134,6 +134,27 @@ def read_units(value: Any) -> NDArray[np.int64]:
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"keep_together needs a tensor of ints, found {value.dtype}.")
     return value.cpu().numpy().astype(np.int64)
+
+
+def units_of(batch: GlobalBatch, keep_together: str | None) -> UnitIds:
+    """The unit ids of a checked batch.
+
+    Args:
+        batch: The batch.
+        keep_together: Their key; None leaves all samples free.
+
+    Raises:
+        ValueError: The batch has no such key.
+        TypeError: As :func:`read_units`.
+    """
+    if keep_together is None:
+        return None
+    if keep_together not in batch.extras:
+        raise ValueError(
+            f"keep_together={keep_together!r}: the batch has no such key; its further keys are "
+            f"{sorted(batch.extras)}."
+        )
+    return read_units(batch.extras[keep_together])
 
 
 def _key(lengths: NDArray[np.int64], units: UnitIds) -> bytes:

@@ -7,14 +7,14 @@ parallel. Rank 0 holds all of it on the host while it is saved. All functions he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from lightning_dcp.engine.checkpoint.shards import Shard, shards_of
 from lightning_dcp.engine.optimizer import MegatronOptimizer
 from lightning_dcp.model.global_names import (
     WholeNames,
@@ -119,16 +119,9 @@ def load_full_model_state(
             local[name] = split_for_tp(state[whole_name], parameter, context)
             rest.pop(whole_name, None)
     # What no rank has a place for is an error, which torch words; the rest is other ranks'.
-    local |= {name: rest[name] for name in rest.keys() - _names_of_all_ranks(module, context)}
+    of_all_ranks = _union({names(name) for name in module.state_dict()}, context)
+    local |= {name: rest[name] for name in rest.keys() - of_all_ranks}
     module.load_state_dict(local, strict=strict)
-
-
-def _names_of_all_ranks(module: torch.nn.Module, context: ParallelContext) -> set[str]:
-    names = WholeNames(module)
-    of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    mine = {names(name) for name in module.state_dict()}
-    dist.all_gather_object(of_ranks, mine, group=context.host_group)
-    return set().union(*of_ranks)
 
 
 def full_optimizer_state(
@@ -140,11 +133,12 @@ def full_optimizer_state(
         On global rank 0 a dict of the groups' settings, the step, and for each parameter's name in
         the whole model its float32 master weight (``param``) and moments; elsewhere an empty dict.
     """
-    shards = list(_shards(optimizer, module))
-    keys = _all_keys(shards)
+    shards = list(shards_of(optimizer, module))
+    # A rank without a part of some parameter still takes part in each of the collectives below.
+    keys = _union({key for *_, shard in shards if shard for key in shard.tensors}, context)
     step = _step_number(shards, optimizer, context)
     states: dict[str, dict[str, Tensor]] = {}
-    for key in keys:
+    for key in sorted(keys):
         mine = {
             name: whole
             for name, parameter, shard in shards
@@ -175,7 +169,7 @@ def load_full_optimizer_state(
     names = WholeNames(module)
     _check_state(module, state, context)
     _load_groups(optimizer, state["param_groups"])
-    for name, parameter, shard in _shards(optimizer, module):
+    for name, parameter, shard in shards_of(optimizer, module):
         if shard is None:
             continue
         whole_name = names(name)
@@ -207,14 +201,12 @@ def _check_state(
             "trainer.fit(module) after loading them in configure_model."
         )
     names = WholeNames(module)
-    of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     mine = {
         names(name)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and not is_copy(name, parameter)
     }
-    dist.all_gather_object(of_ranks, mine, group=context.host_group)
-    expected = set().union(*of_ranks)
+    expected = _union(mine, context)
     if expected != set(state["state"]):
         missing, extra = expected - set(state["state"]), set(state["state"]) - expected
         raise ValueError(
@@ -223,84 +215,15 @@ def _check_state(
         )
 
 
-class _Shard:
-    """This rank's part of one parameter's master weight and moments.
-
-    Attributes:
-        main: The float32 weight that the optimizer updates: flat where states are sharded.
-        first: Where ``main`` starts in the flattened parameter.
-        is_partial: Whether other DPxCP ranks hold other parts.
-    """
-
-    def __init__(self, owner: Any, parameter: Tensor) -> None:
-        self._inner = owner.optimizer
-        self.is_partial = isinstance(owner, DistributedOptimizer)
-        self.first = 0
-        if self.is_partial:
-            group, order = owner.model_param_group_index_map[parameter]
-            self.main = self._inner.param_groups[group]["params"][order]
-            self.first = owner._get_model_param_range_map(parameter)["param"].start
-        else:
-            self.main = getattr(parameter, "main_param", parameter)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The master weight as ``param``, and the moments."""
-        moments = self._inner.state.get(self.main, {})
-        return {"param": self.main} | {
-            key: value
-            for key, value in moments.items()
-            if isinstance(value, Tensor) and value.shape == self.main.shape
-        }
-
-    @property
-    def step(self) -> int:
-        """Updates so far; 0 before the first."""
-        return int(self._inner.state.get(self.main, {}).get("step", 0))
-
-    def set_step(self, step: int) -> None:
-        """Torch's Adam counts in each state, TransformerEngine's in the group (saved with it)."""
-        if step and isinstance(self._inner, torch.optim.Adam):
-            self._inner.state[self.main]["step"] = torch.tensor(float(step))
-
-    @torch.no_grad()
-    def load(self, whole: Mapping[str, Tensor]) -> None:
-        """Takes this shard's part of the whole tensors."""
-        for key, tensor in whole.items():
-            part = tensor.flatten()[self.first : self.first + self.main.numel()]
-            part = part.view_as(self.main).to(self.main.device, self.main.dtype)
-            if key == "param":
-                self.main.copy_(part)
-            else:
-                self._inner.state[self.main][key] = part.clone()
-
-
-def _shards(
-    optimizer: MegatronOptimizer, module: torch.nn.Module
-) -> Iterator[tuple[str, Tensor, _Shard | None]]:
-    """Every trained parameter by name; None where this rank holds no part of it."""
-    owners = optimizer.inner.chained_optimizers
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        shard = None
-        for owner in owners:
-            sharded = isinstance(owner, DistributedOptimizer)
-            if not sharded or parameter in owner.model_param_group_index_map:
-                shard = _Shard(owner, parameter)
-                break
-        yield name, parameter, shard
-
-
-def _all_keys(shards: list[tuple[str, Tensor, _Shard | None]]) -> list[str]:
-    mine = {key for _, _, shard in shards if shard is not None for key in shard.tensors}
-    everybodys: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybodys, mine)
-    return sorted(set().union(*everybodys))
+def _union(mine: set[str], context: ParallelContext) -> set[str]:
+    """What any rank has; a collective."""
+    of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, mine, group=context.host_group)
+    return set().union(*of_ranks)
 
 
 def _step_number(
-    shards: list[tuple[str, Tensor, _Shard | None]],
+    shards: list[tuple[str, Tensor, Shard | None]],
     optimizer: MegatronOptimizer,
     context: ParallelContext,
 ) -> int:
@@ -312,7 +235,7 @@ def _step_number(
 
 
 def _gather_over_pool(
-    key: str, parameter: Tensor, shard: _Shard | None, context: ParallelContext
+    key: str, parameter: Tensor, shard: Shard | None, context: ParallelContext
 ) -> Tensor | None:
     """A state of this rank's whole parameter, from the ranks that share it; None if none has it."""
     mine = None if shard is None else shard.tensors.get(key)

@@ -1,0 +1,308 @@
+"""The engine: a global batch to a plan, and forward and backward passes over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from torch import Tensor
+
+from lightning_dcp.engine.agreement import agree_on_lengths
+from lightning_dcp.engine.collect import RowOutputs, checked_outputs, collect_outputs
+from lightning_dcp.engine.losses import (
+    LossTotals,
+    MicroBatchStep,
+    collect_mtp_losses,
+    collect_router_losses,
+)
+from lightning_dcp.engine.micro_batches import PlannedBatch, micro_batches, steps_to_run
+from lightning_dcp.engine.pipeline import run_pipeline
+from lightning_dcp.engine.prefetch import PlanPrefetcher, UnitIds, units_of
+from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes
+from lightning_dcp.model import ROUTES, RouteShape, check_routes, model_chunks
+from lightning_dcp.packing import GlobalBatch, MicroBatch, read_global_batch
+from lightning_dcp.parallel import ParallelContext
+from lightning_dcp.planning import Plan, PlanSettings, make_plan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gives back; the same on every rank.
+
+    Attributes:
+        loss: float32 scalar, detached: the mean loss of the global batch's target tokens.
+        num_tokens: int64 scalar tensor: target tokens of the global batch, or what else the loss
+            is the mean of.
+        plan: The plan that ran.
+        plan_wait_share: Share of the time since the step before that this rank spent waiting for
+            the plan; None for the first step. It alone may differ between ranks.
+        router_losses: Of a training step of a model with experts, by name, without coefficients:
+            means over the global batch and the layers.
+        mtp_losses: Of a training step with multi-token prediction, by name: each depth's mean over
+            its targets of the global batch.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    plan: Plan
+    plan_wait_share: float | None = None
+    router_losses: dict[str, Tensor] = field(default_factory=dict)
+    mtp_losses: dict[str, Tensor] = field(default_factory=dict)
+
+
+class DynamicCPEngine:
+    """Plans a global batch, packs this rank's share and runs it.
+
+    Args:
+        context: The parallel state.
+        settings: How to plan.
+
+    ``prefetcher`` makes plans of batches that are submitted to it while a step runs.
+    """
+
+    def __init__(self, context: ParallelContext, settings: PlanSettings) -> None:
+        self.context = context
+        self.settings = settings
+        self.prefetcher = PlanPrefetcher(
+            lambda lengths, units: make_plan(lengths, settings, keep_together=units)
+        )
+        self._last_start: float | None = None
+
+    def close(self) -> None:
+        """Ends the thread that makes plans."""
+        self.prefetcher.close()
+
+    def prepare(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        vocab_size: int | None = None,
+        target_extras: Iterable[str] = (),
+        mtp_depths: int = 0,
+        check: Callable[[GlobalBatch], None] | None = None,
+        keep_together: str | None = None,
+        routes: RouteShape | None = None,
+    ) -> PlannedBatch:
+        """Checks a global batch, compares it over all ranks and plans it; a collective.
+
+        Args:
+            batch: As ``read_global_batch`` takes it; the same on every rank.
+            vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
+            target_extras: Further keys that micro-batches get by target as well, as
+                ``MicroBatch.target_extras``.
+            mtp_depths: Depths of multi-token prediction of a model that is trained on the batch.
+            check: Raises a ValueError or TypeError for a batch that the loss cannot use.
+            keep_together: Key of a dense tensor ``[num_samples]`` of ints: samples with equal ones
+                go into the same micro-batch.
+            routes: What the model's routes look like; None if it replays none. A batch's
+                ``routed_experts`` are then replayed; each sample may lack its last token's.
+
+        Raises:
+            TypeError: As ``read_global_batch``, ``check`` and ``check_routes``, or there is no such
+                tensor ``keep_together``.
+            ValueError: As these and ``plan_global_batch``, or the ranks hold different batches.
+                What is wrong on one rank is an error on every rank.
+        """
+        planned: PlannedBatch | None = None
+        units: UnitIds = None
+        error: Exception | None = None
+        try:
+            read = read_global_batch(batch, vocab_size=vocab_size, may_lack_last=(ROUTES,))
+            if check is not None:
+                check(read)
+            check_routes(read, routes, part=(dist.get_rank(), dist.get_world_size()))
+            units = units_of(read, keep_together)
+            plan, wait = self.prefetcher.get(read.lengths, units)
+            planned = PlannedBatch(read, plan, wait, tuple(target_extras), mtp_depths, routes)
+        except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
+            error = refused
+        # Reached by a rank that refused its batch, too: the others would wait for it in the step.
+        lengths = None if planned is None else planned.batch.lengths
+        agree_on_lengths(lengths, error, self.context.host_group, units=units)
+        assert planned is not None
+        return planned
+
+    def micro_batches(
+        self, planned: PlannedBatch, recorded: RecordedRoutes | None = None
+    ) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, bound and on its device, in the order in which they run.
+
+        Args:
+            planned: From :meth:`prepare`.
+            recorded: Gets what routers record of each of them; None to record nothing.
+        """
+        return micro_batches(planned, self.context, recorded)
+
+    def train_step(
+        self,
+        ddp: DistributedDataParallel | Sequence[DistributedDataParallel],
+        planned: PlannedBatch,
+        micro_batch_step: MicroBatchStep,
+        *,
+        force_all_reduce: bool = False,
+    ) -> StepResult:
+        """Runs forward and backward; leaves reduced, divided gradients in ``main_grad``.
+
+        Gradients of all micro-batches add up in the DDP buffers, are reduced once over the DPxCP
+        ranks, and divided by the target tokens of the whole global batch.
+
+        Args:
+            ddp: The model, wrapped, or each chunk of this rank's part; buffers are zeroed first.
+            planned: From :meth:`prepare`.
+            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank; called
+                where the model ends.
+            force_all_reduce: Leave whole gradients on every rank, also where the distributed
+                optimizer needs only a shard.
+        """
+        now, before = time.perf_counter(), self._last_start
+        self._last_start = now
+        wait_share = None if before is None else min(planned.plan_wait / (now - before), 1.0)
+
+        chunks = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)
+        for chunk in chunks:
+            chunk.force_all_reduce = force_all_reduce
+            chunk.zero_grad_buffer()
+            # Megatron-Core's optimizers point `grad` at `main_grad`: what the last step left there
+            # DDP's hook would add once more.
+            for parameter in chunk.module.parameters():
+                parameter.grad = None
+
+        totals = LossTotals(micro_batch_step, self.context.device)
+        num_steps = len(steps_to_run(planned.plan, self.context.sizes))
+        if self._is_pipeline:
+            run_pipeline(
+                [chunk.module for chunk in chunks],
+                self.micro_batches(planned),
+                totals.add,
+                self.context,
+                num_micro_batches=num_steps,
+                no_sync=[chunk.no_sync for chunk in chunks],
+            )
+        else:
+            for index, micro_batch in enumerate(self.micro_batches(planned)):
+                # Only in the last backward pass may DDP start to reduce. All ranks run as many
+                # micro-batches, so that they all start with the same one.
+                with nullcontext() if index == num_steps - 1 else chunks[0].no_sync():
+                    totals.add(micro_batch).backward()
+
+        # Reduces the gradients, sums the tokens over the pool in place, and divides by them.
+        finalize_model_grads(
+            chunks,
+            totals.num_tokens.clone(),
+            pg_collection=self.context.pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+        loss, num_tokens = totals.mean(self.context)
+        return StepResult(
+            loss,
+            num_tokens,
+            planned.plan,
+            plan_wait_share=wait_share,
+            router_losses=collect_router_losses(chunks, self.context),
+            mtp_losses=collect_mtp_losses(chunks, self.context),
+        )
+
+    @torch.no_grad()
+    def eval_step(
+        self,
+        planned: PlannedBatch,
+        micro_batch_step: MicroBatchStep,
+        *,
+        model: torch.nn.Module | None = None,
+    ) -> StepResult:
+        """The forward passes alone; every rank must take part.
+
+        Args:
+            planned: From :meth:`prepare`.
+            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank; called
+                where the model ends.
+            model: This rank's part of the model; needed for a pipeline alone.
+        """
+        totals = LossTotals(micro_batch_step, self.context.device)
+        self._run_forward(planned, totals.add, model)
+        loss, num_tokens = totals.mean(self.context)
+        return StepResult(loss, num_tokens, planned.plan)
+
+    @torch.no_grad()
+    def predict_step(
+        self,
+        planned: PlannedBatch,
+        micro_batch_outputs: RowOutputs,
+        *,
+        everywhere: bool = False,
+        of_own_token: Collection[str] = (),
+        record_routes: bool = False,
+        model: torch.nn.Module | None = None,
+    ) -> dict[str, Tensor]:
+        """Outputs of every target, in the order of the batch; every rank must take part.
+
+        Args:
+            planned: From :meth:`prepare`.
+            micro_batch_outputs: Gives outputs by name, ``[rows, ...]``, of a micro-batch.
+            everywhere: Give the result to all ranks and not to rank 0 alone.
+            of_own_token: Names of outputs that are about the row's own token, not its target.
+            record_routes: Give ``routed_experts`` too, the experts that each token was sent to.
+            model: This rank's part of the model; needed for a pipeline alone.
+
+        Returns:
+            By name jagged ``[num_samples, length*, ...]``, in the order of the batch; an empty dict
+            on ranks that do not get it.
+        """
+        rows: list[dict[str, Tensor]] = []
+
+        def last_stage(micro_batch: MicroBatch) -> Tensor:
+            outputs = checked_outputs(micro_batch_outputs(micro_batch), micro_batch)
+            if not micro_batch.is_filler:
+                rows.append(outputs)
+            return torch.zeros((), device=self.context.device)
+
+        shape = planned.routes if record_routes else None
+        recorded: RecordedRoutes | None = None if shape is None else []
+        self._run_forward(planned, last_stage, model, recorded)
+        if shape is not None and recorded is not None:
+            # A collective of tensor-parallel ranks and stages: those without rows take part.
+            for index, (routes, num_rows) in enumerate(recorded):
+                experts = recorded_routes(routes, num_rows, shape, self.context)
+                if rows:
+                    rows[index][ROUTES] = experts
+        outputs = collect_outputs(
+            rows,
+            planned.plan,
+            self.context,
+            everywhere=everywhere,
+            of_own_token={*of_own_token, ROUTES},
+        )
+        if shape is not None and outputs:
+            outputs[ROUTES] = as_routes(outputs[ROUTES], shape)
+        return outputs
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self.context.sizes.pipeline_model_parallel_size > 1
+
+    def _run_forward(
+        self,
+        planned: PlannedBatch,
+        last_stage: Callable[[MicroBatch], Tensor],
+        model: torch.nn.Module | None,
+        recorded: RecordedRoutes | None = None,
+    ) -> None:
+        if not self._is_pipeline:
+            for micro_batch in self.micro_batches(planned, recorded):
+                last_stage(micro_batch)
+            return
+        if model is None:
+            raise ValueError("A pipeline's stages need the model: give model=.")
+        run_pipeline(
+            model_chunks(model),
+            self.micro_batches(planned, recorded),
+            last_stage,
+            self.context,
+            num_micro_batches=len(steps_to_run(planned.plan, self.context.sizes)),
+        )
