@@ -14,10 +14,8 @@ from torch import Tensor
 from lightning_dcp.config.schedule import LRSchedule
 from lightning_dcp.engine import OptimizerSettings, StepResult, lr_scheduler
 from lightning_dcp.model import (
-    ROUTES,
     HiddenStates,
     ModelConfig,
-    RouteShape,
     build_model,
     hidden_states,
     model_chunks,
@@ -33,7 +31,9 @@ from lightning_dcp.objectives import (
     ValueOutputs,
 )
 from lightning_dcp.packing import (
+    ROUTES,
     MicroBatch,
+    RouteShape,
     pack_micro_batch,
     read_global_batch,
     to_jagged,

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightning_dcp.config.model import check_mtp_recompute
 from lightning_dcp.config.padding import PackPadding, longest_that_fits, rows_per_rank
-from lightning_dcp.model import ModelConfig, Recompute, RouteShape, check_routes
+from lightning_dcp.model import ModelConfig, Recompute
 from lightning_dcp.objectives import Objective
-from lightning_dcp.packing import GlobalBatch
+from lightning_dcp.packing import GlobalBatch, RouteShape, check_routes
 from lightning_dcp.parallel import ParallelSizes
 
 Cap = int | Literal["auto"]

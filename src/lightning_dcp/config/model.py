@@ -49,6 +49,8 @@ class ModelConfig:
     """Depths of multi-token prediction: layers that are trained to predict tokens further on."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the mean over the depths of their losses, each a mean over its own targets."""
+    attention_backend: Literal["auto", "torch", "te"] = "auto"
+    """Whose attention (and layers): PyTorch's, TransformerEngine's, or the latter if it can run."""
 
     def __post_init__(self) -> None:
         if self.moe is not None and not isinstance(self.moe, MoEConfig):

@@ -20,12 +20,15 @@ from lightning_dcp.engine.mtp_losses import collect_mtp_losses
 from lightning_dcp.engine.pipeline import run_pipeline
 from lightning_dcp.engine.prefetch import PlanAhead, UnitIds, read_units
 from lightning_dcp.engine.router_losses import collect_router_losses
-from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes, routes_of
-from lightning_dcp.model import ROUTES, RouteShape, check_routes, model_chunks
+from lightning_dcp.model import gather_recorded, model_chunks
 from lightning_dcp.packing import (
     IGNORE_INDEX,
+    ROUTES,
     GlobalBatch,
     MicroBatch,
+    MicroBatchRoutes,
+    RouteShape,
+    check_routes,
     pack_micro_batch,
     read_global_batch,
 )
@@ -41,6 +44,9 @@ MicroBatchStep = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Of a micro-batch: the sum of its target tokens' losses on this rank, and how many they are.
 
 What is counted may be something else, pairs say; the step's loss is the mean over it."""
+
+RecordedRoutes = list[tuple[MicroBatchRoutes, int]]
+"""Of each micro-batch that counts, in order, what routers leave and its rows on this CP rank."""
 
 RowOutputs = Callable[[MicroBatch], dict[str, Tensor]]
 """Of a micro-batch: outputs of each row's target on this rank, by name, ``[rows, ...]``."""
@@ -189,7 +195,7 @@ class DynamicCPEngine:
                 _empty(micro_batch)
             micro_batch.to(self.context.device, non_blocking=True)
             records = recorded is not None and not is_filler
-            routes = routes_of(micro_batch, planned.batch, planned.routes, record=records)
+            routes = MicroBatchRoutes.of(micro_batch, planned.batch, planned.routes, record=records)
             if recorded is not None and records:
                 recorded.append((routes, micro_batch.layout.num_rows))
             yield bind_micro_batch(
@@ -392,7 +398,7 @@ class DynamicCPEngine:
         self._run_forward(planned, last_stage, model, recorded)
         if shape is not None and recorded is not None:
             for index, (routes, num_rows) in enumerate(recorded):
-                experts = recorded_routes(routes, num_rows, shape, self.context)
+                experts = gather_recorded(routes, num_rows, shape, self.context)
                 if rows:
                     rows[index][ROUTES] = experts
         outputs = collect_outputs(
@@ -403,7 +409,7 @@ class DynamicCPEngine:
             of_own_token={*of_own_token, ROUTES},
         )
         if shape is not None and outputs:
-            outputs[ROUTES] = as_routes(outputs[ROUTES], shape)
+            outputs[ROUTES] = shape.from_bytes(outputs[ROUTES])
         return outputs
 
     def _run_forward(
