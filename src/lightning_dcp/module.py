@@ -23,11 +23,9 @@ from lightning_dcp.engine import (
     lr_scheduler,
 )
 from lightning_dcp.model import (
-    ROUTES,
     HiddenStates,
     ModelConfig,
     Recompute,
-    RouteShape,
     build_model,
     hidden_states,
     model_chunks,
@@ -43,7 +41,9 @@ from lightning_dcp.objectives import (
     ValueOutputs,
 )
 from lightning_dcp.packing import (
+    ROUTES,
     MicroBatch,
+    RouteShape,
     pack_micro_batch,
     read_global_batch,
     to_jagged,

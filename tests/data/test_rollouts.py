@@ -8,9 +8,8 @@ import torch
 
 from lightning_dcp import SyntheticDataModule
 from lightning_dcp.data import LengthDistribution, SyntheticRollouts
-from lightning_dcp.model import RouteShape, check_routes
 from lightning_dcp.objectives import PolicyLoss
-from lightning_dcp.packing import read_global_batch
+from lightning_dcp.packing import RouteShape, check_routes, read_global_batch
 
 
 def batches(**options):

@@ -27,11 +27,11 @@ from lightning_dcp.model import (
     ModelConfig,
     MoEConfig,
     Recompute,
-    RouteShape,
     build_model,
     hidden_states,
     model_chunks,
 )
+from lightning_dcp.packing import RouteShape
 from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
 
 DENSE = ModelConfig(

@@ -37,17 +37,18 @@ from lightning_dcp.engine import (
 )
 from lightning_dcp.engine.checkpoint import gather_whole, load_full_model_state
 from lightning_dcp.engine.collect import collect_outputs
-from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes
+from lightning_dcp.engine.micro_batches import RecordedRoutes
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import (
     ModelConfig,
     Recompute,
-    RouteShape,
     build_model,
     check_routers,
+    gather_recorded,
     hidden_states,
     model_chunks,
 )
+from lightning_dcp.packing import RouteShape
 from lightning_dcp.parallel import install_cp_hooks, setup_parallel
 
 FULL = Recompute(granularity="full")
@@ -176,13 +177,13 @@ class Run:
         planned = self.prepare(routes)
         result = self.engine.train_step(self.ddp, planned, step, force_all_reduce=True)
         rows = [
-            {"experts": recorded_routes(bound, num_rows, self.shape, self.context)}
+            {"experts": gather_recorded(bound, num_rows, self.shape, self.context)}
             for bound, num_rows in seen
         ]
         collected = collect_outputs(
             rows, planned.plan, self.context, everywhere=True, of_own_token=["experts"]
         )
-        experts = as_routes(collected["experts"], self.shape)
+        experts = self.shape.from_bytes(collected["experts"])
         grads = {name: p.main_grad for name, p in self.model.named_parameters()}
         return {
             "loss": float(result.loss),

@@ -13,7 +13,7 @@ from loss_reference import IGNORED, Inputs, gradients, make_inputs, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dcp.loss import _linear_cross_entropy, linear_cross_entropy
+from lightning_dcp.loss import _rows, linear_cross_entropy
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -28,9 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.fixture(params=["compact", "static"], autouse=True)
 def row_selection(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs each test with the CPU's selection of rows and with the GPU's static shapes."""
-    monkeypatch.setattr(
-        _linear_cross_entropy, "_may_synchronise", lambda _: request.param == "compact"
-    )
+    monkeypatch.setattr(_rows, "_may_synchronise", lambda _: request.param == "compact")
     return str(request.param)
 
 

@@ -18,7 +18,7 @@ from lightning_dcp.model import ModelConfig
 from lightning_dcp.model.attention import PackedAttention, attend_packed, gather_sequences
 from lightning_dcp.model.megatron_config import transformer_config
 from lightning_dcp.packing import PackLayout, pack_micro_batch, read_global_batch
-from lightning_dcp.parallel import BoundSequences, ParallelSizes, quiet_megatron
+from lightning_dcp.parallel import BoundPackedSeqParams, ParallelSizes, quiet_megatron
 
 WIDTH = 4
 
@@ -185,7 +185,7 @@ def gather(lengths: list[int]) -> dict[str, np.ndarray]:
     key, value = (
         part[pack.token_of_row(layout)].requires_grad_() for part in (pack.whole[1], pack.whole[2])
     )
-    sequences = BoundSequences(layout=layout, cp_group=dist.group.WORLD)
+    sequences = BoundPackedSeqParams(layout=layout, cp_group=dist.group.WORLD)
     found = gather_sequences(key, value, sequences)
     # Each rank weighs what it got in its own way: the gradients of all come back summed.
     sum((rank + 1) * (each * pack.cotangent).sum() for each in found).backward()
@@ -221,7 +221,7 @@ def build(
 
 def test_the_module_attends_in_its_layout():
     pack = Pack([5, 3], 1, 2, 1)
-    sequences = BoundSequences(layout=pack.layouts[0])
+    sequences = BoundPackedSeqParams(layout=pack.layouts[0])
     output = build()(*pack.whole, None, packed_seq_params=sequences)
     assert output.shape == (8, 2 * WIDTH)
     for tokens in pack.documents():
@@ -251,7 +251,7 @@ def test_a_bias_is_refused():
             *pack.whole,
             None,
             attention_bias=torch.zeros(1),
-            packed_seq_params=BoundSequences(layout=pack.layouts[0]),
+            packed_seq_params=BoundPackedSeqParams(layout=pack.layouts[0]),
         )
 
 

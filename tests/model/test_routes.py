@@ -13,19 +13,22 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from distributed import run_distributed
 from lightning_dcp.model import (
-    ROUTES,
     ModelConfig,
     MoEConfig,
-    RouteShape,
     build_gpt_model,
     check_routers,
-    check_routes,
     hidden_states,
 )
 from lightning_dcp.model.router_replay import PackedRouterReplay, moe_layer_index
-from lightning_dcp.packing import pack_micro_batch, read_global_batch
+from lightning_dcp.packing import (
+    ROUTES,
+    MicroBatchRoutes,
+    RouteShape,
+    check_routes,
+    pack_micro_batch,
+    read_global_batch,
+)
 from lightning_dcp.parallel import (
-    BoundRoutes,
     ParallelSizes,
     bind_micro_batch,
     install_cp_hooks,
@@ -161,8 +164,8 @@ def build_twice():
         listed = len(RouterReplay.global_router_replay_instances)
         check_routers([model], SHAPE, context.sizes)
         micro_batch = pack_micro_batch(batch(), range(3))
-        routes = BoundRoutes(
-            given=micro_batch.extras[ROUTES],
+        routes = MicroBatchRoutes(
+            replayed=micro_batch.extras[ROUTES],
             has_route=torch.ones(9, dtype=torch.bool),
             recorded={},
         )
@@ -198,8 +201,8 @@ def shifted():
         install_cp_hooks(model)
         for rows in (8, 10):
             micro_batch = pack_micro_batch(batch(), range(3))
-            routes = BoundRoutes(
-                given=torch.tensor([1, 3]).repeat(rows, 2, 1),
+            routes = MicroBatchRoutes(
+                replayed=torch.tensor([1, 3]).repeat(rows, 2, 1),
                 has_route=torch.ones(rows, dtype=torch.bool),
             )
             bound = bind_micro_batch(micro_batch, context.cp_groups, routes=routes)

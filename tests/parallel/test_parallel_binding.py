@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dcp.packing import PackLayout, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import (
-    BoundSequences,
+    BoundPackedSeqParams,
     DynamicCPGroups,
     bind_micro_batch,
     install_cp_hooks,
@@ -153,7 +153,7 @@ def test_binding_refuses_a_size_without_a_group():
 
 def test_the_gather_index_is_moved_once():
     layout = PackLayout.of([4, 3], cp_size=2)
-    sequences = BoundSequences(layout=layout)
+    sequences = BoundPackedSeqParams(layout=layout)
     index = sequences.gather_index(torch.device("cpu"))
     assert index.tolist() == layout.gather_index.tolist()
     assert sequences.gather_index(torch.device("cpu")) is index

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dcp.model import ROUTES, RouteShape
+from lightning_dcp.packing import ROUTES, RouteShape
 
 
 @dataclass(frozen=True, kw_only=True)

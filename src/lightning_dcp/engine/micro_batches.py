@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_dcp.engine.routes import RecordedRoutes, routes_of
-from lightning_dcp.model import RouteShape
-from lightning_dcp.packing import IGNORE_INDEX, GlobalBatch, MicroBatch, pack_micro_batch
+from lightning_dcp.packing import (
+    IGNORE_INDEX,
+    GlobalBatch,
+    MicroBatch,
+    MicroBatchRoutes,
+    RouteShape,
+    pack_micro_batch,
+)
 from lightning_dcp.parallel import BatchTotals, ParallelContext, ParallelSizes, bind_micro_batch
 from lightning_dcp.planning import Plan, Step
+
+RecordedRoutes = list[tuple[MicroBatchRoutes, int]]
+"""Of each micro-batch that counts, in order, what routers leave and its rows on this CP rank."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ def micro_batches(
             _empty(micro_batch)
         micro_batch.to(device, non_blocking=True)
         records = recorded is not None and not is_filler
-        routes = routes_of(micro_batch, batch, planned.routes, record=records)
+        routes = MicroBatchRoutes.of(micro_batch, batch, planned.routes, record=records)
         if recorded is not None and records:
             recorded.append((routes, micro_batch.layout.num_rows))
         yield bind_micro_batch(

@@ -21,12 +21,23 @@ from lightning_dcp.engine.losses import (
     collect_mtp_losses,
     collect_router_losses,
 )
-from lightning_dcp.engine.micro_batches import PlannedBatch, micro_batches, steps_to_run
+from lightning_dcp.engine.micro_batches import (
+    PlannedBatch,
+    RecordedRoutes,
+    micro_batches,
+    steps_to_run,
+)
 from lightning_dcp.engine.pipeline import run_pipeline
 from lightning_dcp.engine.prefetch import PlanPrefetcher, UnitIds, units_of
-from lightning_dcp.engine.routes import RecordedRoutes, as_routes, recorded_routes
-from lightning_dcp.model import ROUTES, RouteShape, check_routes, model_chunks
-from lightning_dcp.packing import GlobalBatch, MicroBatch, read_global_batch
+from lightning_dcp.model import gather_recorded, model_chunks
+from lightning_dcp.packing import (
+    ROUTES,
+    GlobalBatch,
+    MicroBatch,
+    RouteShape,
+    check_routes,
+    read_global_batch,
+)
 from lightning_dcp.parallel import ParallelContext
 from lightning_dcp.planning import Plan, PlanSettings, make_plan
 
@@ -268,7 +279,7 @@ class DynamicCPEngine:
         if shape is not None and recorded is not None:
             # A collective of tensor-parallel ranks and stages: those without rows take part.
             for index, (routes, num_rows) in enumerate(recorded):
-                experts = recorded_routes(routes, num_rows, shape, self.context)
+                experts = gather_recorded(routes, num_rows, shape, self.context)
                 if rows:
                     rows[index][ROUTES] = experts
         outputs = collect_outputs(
@@ -279,7 +290,7 @@ class DynamicCPEngine:
             of_own_token={*of_own_token, ROUTES},
         )
         if shape is not None and outputs:
-            outputs[ROUTES] = as_routes(outputs[ROUTES], shape)
+            outputs[ROUTES] = shape.from_bytes(outputs[ROUTES])
         return outputs
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_dcp.loss._rows import TargetRows
 from lightning_dcp.loss._shard import VocabShard
 from lightning_dcp.loss._softmax import (
     Chunk,
-    Objective,
+    LossTerms,
     RowGradient,
     logits_to_gradient_,
     row_statistics,
@@ -25,34 +25,40 @@ from lightning_dcp.loss._weight_grad import WeightGradient
 
 
 @dataclass(frozen=True)
-class Problem:
+class LossArguments:
     """Everything but the two differentiable inputs."""
 
     rows: TargetRows
     shard: VocabShard
-    objective: Objective
+    terms: LossTerms
     chunk_rows: int
+
+    def to_gradient_(self, gradient: RowGradient) -> Callable[[Chunk], None]:
+        """Overwrites the logits of a chunk, from what ``gradient`` has of all rows."""
+        return lambda chunk: logits_to_gradient_(
+            chunk, gradient.at(chunk.rows), self.terms, self.shard
+        )
 
 
 class SummedLoss(torch.autograd.Function):
     """The sum of all rows' losses; the gradients are made along with it, while logits exist."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
-        losses, maxima, sums = _per_row(3, hidden, problem)
-        gradients = _Gradients(hidden, weight, problem, ctx.needs_input_grad)
-        ones = problem.rows.select(losses.new_ones(problem.rows.num_rows))
-        for chunk in _chunks(hidden, weight, problem):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, arguments: LossArguments) -> Tensor:
+        losses, maxima, sums = per_row(3, hidden, arguments)
+        gradients = _Gradients(hidden, weight, arguments, ctx.needs_input_grad)
+        ones = arguments.rows.select(losses.new_ones(arguments.rows.num_rows))
+        for chunk in logit_chunks(hidden, weight, arguments):
             at = chunk.rows
             if any(ctx.needs_input_grad):
-                found = statistics_and_gradient_(chunk, ones[at], problem.objective, problem.shard)
+                found = statistics_and_gradient_(chunk, ones[at], arguments.terms, arguments.shard)
                 gradients.add(chunk)
             else:
-                found = row_statistics(chunk, problem.objective, problem.shard)
+                found = row_statistics(chunk, arguments.terms, arguments.shard)
             losses[at], maxima[at], sums[at] = found.loss, found.maximum, found.sum_exp
-        ctx.problem, ctx.made = problem, gradients.result()
+        ctx.arguments, ctx.made = arguments, gradients.result()
         ctx.save_for_backward(hidden, weight, maxima, sums)
-        return problem.rows.expand(losses).sum()
+        return arguments.rows.expand(losses).sum()
 
     @staticmethod
     @once_differentiable
@@ -63,9 +69,12 @@ class SummedLoss(torch.autograd.Function):
             # In place: a copy of the weight's gradient would be as large as many chunks.
             return *(None if one is None else one.mul_(grad) for one in made), None
         # Another backward over a retained graph: the gradients made in forward were given away.
-        rows = ctx.problem.rows
+        arguments: LossArguments = ctx.arguments
+        rows = arguments.rows
         gradient = RowGradient(maxima, sums, rows.select(grad.to(sums.dtype).expand(rows.num_rows)))
-        return *_gradients(hidden, weight, ctx.problem, ctx.needs_input_grad, gradient), None
+        return *input_gradients(
+            hidden, weight, arguments, ctx.needs_input_grad, arguments.to_gradient_(gradient)
+        ), None
 
 
 class RowLosses(torch.autograd.Function):
@@ -73,46 +82,48 @@ class RowLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, problem: Problem
+        ctx: Any, hidden: Tensor, weight: Tensor, arguments: LossArguments
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        losses, maxima, sums, entropies = _per_row(4, hidden, problem)
-        for chunk in _chunks(hidden, weight, problem):
-            found = row_statistics(chunk, problem.objective, problem.shard)
+        losses, maxima, sums, entropies = per_row(4, hidden, arguments)
+        for chunk in logit_chunks(hidden, weight, arguments):
+            found = row_statistics(chunk, arguments.terms, arguments.shard)
             at = chunk.rows
             losses[at], maxima[at], sums[at] = found.loss, found.maximum, found.sum_exp
             if found.entropy is not None:
                 entropies[at] = found.entropy
-        entropy = entropies if problem.objective.entropy else None
-        ctx.problem = problem
+        entropy = entropies if arguments.terms.entropy else None
+        ctx.arguments = arguments
         ctx.save_for_backward(hidden, weight, maxima, sums, entropy)
-        expand = problem.rows.expand
+        expand = arguments.rows.expand
         return expand(losses), None if entropy is None else expand(entropy)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        problem: Problem = ctx.problem
+        arguments: LossArguments = ctx.arguments
         hidden, weight, maxima, sums, entropy = ctx.saved_tensors
         if grad_losses is None and grad_entropy is None:
             return None, None, None
-        select = problem.rows.select
+        select = arguments.rows.select
         of_losses = torch.zeros_like(sums) if grad_losses is None else select(grad_losses)
         of_entropy = None if grad_entropy is None else select(grad_entropy)
         gradient = RowGradient(maxima, sums, of_losses, entropy, of_entropy)
-        return *_gradients(hidden, weight, problem, ctx.needs_input_grad, gradient), None
+        return *input_gradients(
+            hidden, weight, arguments, ctx.needs_input_grad, arguments.to_gradient_(gradient)
+        ), None
 
 
 class _Gradients:
     """Collects both inputs' gradients over the chunks, each only if it is needed."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, problem: Problem, needed: tuple[bool, ...]
+        self, hidden: Tensor, weight: Tensor, arguments: LossArguments, needed: tuple[bool, ...]
     ) -> None:
-        self._problem = problem
-        self._weight = weight[: problem.shard.size]
+        self._problem = arguments
+        self._weight = weight[: arguments.shard.size]
         self._hidden_grad = torch.zeros_like(hidden) if needed[0] else None
-        self._weight_grad = WeightGradient(weight, problem.shard.size) if needed[1] else None
+        self._weight_grad = WeightGradient(weight, arguments.shard.size) if needed[1] else None
 
     def add(self, chunk: Chunk) -> None:
         """Adds the share of one chunk, whose logits have been overwritten by their gradient."""
@@ -128,36 +139,35 @@ class _Gradients:
         return self._hidden_grad, None if self._weight_grad is None else self._weight_grad.result()
 
 
-def _gradients(
+def input_gradients(
     hidden: Tensor,
     weight: Tensor,
-    problem: Problem,
+    arguments: LossArguments,
     needed: tuple[bool, ...],
-    gradient: RowGradient,
+    to_gradient_: Callable[[Chunk], None],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both inputs' gradients with the statistics of an earlier pass; logits are made again."""
+    """Both inputs' gradients in a pass of its own; ``to_gradient_`` overwrites a chunk's logits."""
     with torch.autocast(hidden.device.type, enabled=False):
-        gradients = _Gradients(hidden, weight, problem, needed)
-        for chunk in _chunks(hidden, weight, problem):
-            of_chunk = gradient.at(chunk.rows)
-            logits_to_gradient_(chunk, of_chunk, problem.objective, problem.shard)
+        gradients = _Gradients(hidden, weight, arguments, needed)
+        for chunk in logit_chunks(hidden, weight, arguments):
+            to_gradient_(chunk)
             gradients.add(chunk)
         return gradients.result()
 
 
-def _chunks(hidden: Tensor, weight: Tensor, problem: Problem) -> Iterator[Chunk]:
-    rows, real = problem.rows, weight[: problem.shard.size]
-    buffer = hidden.new_empty(min(problem.chunk_rows, len(rows)), len(real))
+def logit_chunks(hidden: Tensor, weight: Tensor, arguments: LossArguments) -> Iterator[Chunk]:
+    rows, real = arguments.rows, weight[: arguments.shard.size]
+    buffer = hidden.new_empty(min(arguments.chunk_rows, len(rows)), len(real))
     inverse = rows.inverse_temperature
-    for first in range(0, len(rows), problem.chunk_rows):
-        at = slice(first, min(first + problem.chunk_rows, len(rows)))
+    for first in range(0, len(rows), arguments.chunk_rows):
+        at = slice(first, min(first + arguments.chunk_rows, len(rows)))
         states = rows.hidden(hidden, at)
         logits = torch.mm(states, real.t(), out=buffer[: len(states)])
         scale = inverse if inverse is None or inverse.numel() == 1 else inverse[at]
         yield Chunk(at, states, logits, rows.labels[at], scale)
 
 
-def _per_row(count: int, hidden: Tensor, problem: Problem) -> Tensor:
+def per_row(count: int, hidden: Tensor, arguments: LossArguments) -> Tensor:
     """``count`` results of each computed row, to be filled in: [count, n]."""
     dtype = statistics_dtype(hidden.dtype)
-    return torch.empty(count, len(problem.rows), dtype=dtype, device=hidden.device)
+    return torch.empty(count, len(arguments.rows), dtype=dtype, device=hidden.device)

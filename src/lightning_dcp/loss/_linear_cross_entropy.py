@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dcp.loss._autograd import Problem, RowLosses, SummedLoss
+from lightning_dcp.loss._autograd import LossArguments, RowLosses, SummedLoss
 from lightning_dcp.loss._rows import target_rows
 from lightning_dcp.loss._shard import make_shard
-from lightning_dcp.loss._softmax import Objective, statistics_dtype
+from lightning_dcp.loss._softmax import LossTerms, statistics_dtype
 
 _MIN_CHUNK_ROWS = 128
 _MAX_CHUNK_ROWS = 2048
@@ -73,7 +73,7 @@ def linear_cross_entropy(
 
     Two forms. ``reduction="sum"`` makes the gradient in the forward pass, while a chunk's logits
     exist: three matrix products, as many as the plain loss. ``reduction="none"`` gives each row's
-    loss and computes the logits again in the backward pass, so that any weights or objective on
+    loss and computes the logits again in the backward pass, so that any weights or terms on
     top get true per-row gradients. Rows are this rank's; nothing is divided by a number of tokens.
 
     Statistics are float32 whatever the inputs are (float64 for float64 inputs), and so is the sum
@@ -112,7 +112,7 @@ def linear_cross_entropy(
             asynchronously; see :func:`check_labels`.
         TypeError: Different or unsupported dtypes.
     """
-    _check_tensors(hidden, weight, labels, loss_mask, temperature)
+    check_tensors(hidden, weight, labels, loss_mask, temperature)
     _check_options(reduction, label_smoothing, z_loss, chunk_rows, return_entropy)
     shard = make_shard(weight, vocab_size, tp_group)
     rows = target_rows(
@@ -121,23 +121,22 @@ def linear_cross_entropy(
         loss_mask=loss_mask,
         temperature=temperature,
         dtype=statistics_dtype(hidden.dtype),
-        compact=_may_synchronise(labels),
     )
     if chunk_rows is None:
-        chunk_rows = _default_chunk_rows(hidden)
-    objective = Objective(label_smoothing, z_loss, return_entropy)
-    problem = Problem(rows, shard, objective, chunk_rows)
+        chunk_rows = default_chunk_rows(hidden)
+    terms = LossTerms(label_smoothing, z_loss, return_entropy)
+    arguments = LossArguments(rows, shard, terms, chunk_rows)
     if not torch.is_grad_enabled():
         # needs_input_grad does not know of no_grad, and would have the gradients made.
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(hidden.device.type, enabled=False):
         if reduction == "sum":
-            return cast(Tensor, SummedLoss.apply(hidden, weight, problem))
-        losses, entropy = RowLosses.apply(hidden, weight, problem)
+            return cast(Tensor, SummedLoss.apply(hidden, weight, arguments))
+        losses, entropy = RowLosses.apply(hidden, weight, arguments)
     return (losses, entropy) if return_entropy else losses
 
 
-def _default_chunk_rows(hidden: Tensor) -> int:
+def default_chunk_rows(hidden: Tensor) -> int:
     """From what is the same on all tensor-parallel ranks only.
 
     Plain cross-entropy holds three times ``rows`` logits (themselves, log-softmax, gradient); the
@@ -148,11 +147,7 @@ def _default_chunk_rows(hidden: Tensor) -> int:
     return min(max(wanted, _MIN_CHUNK_ROWS), _MAX_CHUNK_ROWS)
 
 
-def _may_synchronise(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _check_tensors(
+def check_tensors(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,

@@ -10,16 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_dcp.loss._autograd import Problem, _chunks, _per_row
-from lightning_dcp.loss._linear_cross_entropy import (
-    _check_tensors,
-    _default_chunk_rows,
-    _may_synchronise,
-)
+from lightning_dcp.loss._autograd import LossArguments, input_gradients, logit_chunks, per_row
+from lightning_dcp.loss._linear_cross_entropy import check_tensors, default_chunk_rows
 from lightning_dcp.loss._rows import IGNORE_INDEX, target_rows
 from lightning_dcp.loss._shard import VocabShard, make_shard
-from lightning_dcp.loss._softmax import Chunk, Objective, row_statistics, statistics_dtype
-from lightning_dcp.loss._weight_grad import WeightGradient
+from lightning_dcp.loss._softmax import Chunk, LossTerms, row_statistics, statistics_dtype
 
 
 def linear_log_probs_at(
@@ -61,7 +56,7 @@ def linear_log_probs_at(
             f"ids is {list(ids.shape)} for {hidden.shape[0]} rows of hidden: it must be [rows, k] "
             "with k of 1 or more"
         )
-    _check_tensors(hidden, weight, ids[:, 0], loss_mask, temperature)
+    check_tensors(hidden, weight, ids[:, 0], loss_mask, temperature)
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     shard = make_shard(weight, vocab_size, tp_group)
@@ -74,15 +69,14 @@ def linear_log_probs_at(
         loss_mask=None,
         temperature=temperature,
         dtype=statistics_dtype(hidden.dtype),
-        compact=_may_synchronise(labels),
     )
     ids = ids if rows.index is None else ids[rows.index]
-    objective = Objective(label_smoothing=0.0, z_loss=0.0, entropy=False)
-    problem = _Problem(rows, shard, objective, chunk_rows or _default_chunk_rows(hidden), ids)
+    terms = LossTerms(label_smoothing=0.0, z_loss=0.0, entropy=False)
+    arguments = _ArgumentsWithIds(rows, shard, terms, chunk_rows or default_chunk_rows(hidden), ids)
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(hidden.device.type, enabled=False):
-        return cast(Tensor, _LogProbsAt.apply(hidden, weight, problem))
+        return cast(Tensor, _LogProbsAt.apply(hidden, weight, arguments))
 
 
 def _checked_ids(ids: Tensor, counts: Tensor | None, vocab_size: int) -> Tensor:
@@ -100,7 +94,7 @@ def _checked_ids(ids: Tensor, counts: Tensor | None, vocab_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Problem(Problem):
+class _ArgumentsWithIds(LossArguments):
     """``ids`` are the wanted ones of the computed rows, [n, k]."""
 
     ids: Tensor
@@ -110,40 +104,32 @@ class _LogProbsAt(torch.autograd.Function):
     """As ``RowLosses``, for k ids a row."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, problem: _Problem) -> Tensor:
-        maxima, sums = _per_row(2, hidden, problem)
-        found = maxima.new_empty(len(problem.rows), problem.ids.shape[1])
-        for chunk in _chunks(hidden, weight, problem):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, arguments: _ArgumentsWithIds) -> Tensor:
+        maxima, sums = per_row(2, hidden, arguments)
+        found = maxima.new_empty(len(arguments.rows), arguments.ids.shape[1])
+        for chunk in logit_chunks(hidden, weight, arguments):
             at = chunk.rows
-            logits = _logits_at(chunk, problem.ids[at], problem.shard)
-            statistics = row_statistics(chunk, problem.objective, problem.shard)
+            logits = _logits_at(chunk, arguments.ids[at], arguments.shard)
+            statistics = row_statistics(chunk, arguments.terms, arguments.shard)
             maxima[at], sums[at] = statistics.maximum, statistics.sum_exp
             found[at] = logits - statistics.maximum[:, None] - statistics.sum_exp.log()[:, None]
-        ctx.problem = problem
+        ctx.arguments = arguments
         ctx.save_for_backward(hidden, weight, maxima, sums)
-        return _expand(problem, found)
+        return arguments.rows.expand(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        problem: _Problem = ctx.problem
+        arguments: _ArgumentsWithIds = ctx.arguments
         hidden, weight, maxima, sums = ctx.saved_tensors
-        rows, shard = problem.rows, problem.shard
-        real = weight[: shard.size]
-        of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = WeightGradient(weight, shard.size) if ctx.needs_input_grad[1] else None
-        grad = _select(problem, grad)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in _chunks(hidden, weight, problem):
-                at = chunk.rows
-                dlogits = _dlogits_(chunk, maxima[at], sums[at], grad[at], problem)
-                if of_hidden is not None:
-                    rows.store(of_hidden, at, dlogits @ real)
-                if of_weight is not None:
-                    of_weight.add(dlogits, chunk.hidden)
-        if of_hidden is not None:
-            shard.reduce_(of_hidden)
-        return of_hidden, None if of_weight is None else of_weight.result(), None
+        grad = arguments.rows.select(grad)
+
+        def to_gradient_(chunk: Chunk) -> None:
+            at = chunk.rows
+            _logits_to_gradient_(chunk, maxima[at], sums[at], grad[at], arguments)
+
+        needed = ctx.needs_input_grad
+        return *input_gradients(hidden, weight, arguments, needed, to_gradient_), None
 
 
 def _logits_at(chunk: Chunk, ids: Tensor, shard: VocabShard) -> Tensor:
@@ -152,49 +138,24 @@ def _logits_at(chunk: Chunk, ids: Tensor, shard: VocabShard) -> Tensor:
     if shard.size == 0:
         local = torch.zeros(ids.shape, dtype=dtype, device=ids.device)
     else:
-        column, inside = _columns(ids, shard.first, shard.size)
+        column, inside = shard.columns(ids)
         local = torch.where(inside, chunk.logits.gather(1, column), 0).to(dtype)
         if chunk.inverse_temperature is not None:
             local *= chunk.inverse_temperature[:, None]
     return shard.reduce_(local)
 
 
-def _dlogits_(
-    chunk: Chunk, maximum: Tensor, sum_exp: Tensor, grad: Tensor, problem: _Problem
-) -> Tensor:
+def _logits_to_gradient_(
+    chunk: Chunk, maximum: Tensor, sum_exp: Tensor, grad: Tensor, arguments: _ArgumentsWithIds
+) -> None:
     """Overwrites the logits by the gradient: ``grad`` at the ids, less its sum times softmax."""
+    if arguments.shard.size == 0:
+        return
     inverse = chunk.inverse_temperature
     grad = grad if inverse is None else grad * inverse[:, None]
-    if problem.shard.size == 0:
-        return chunk.logits
     factor = (-grad.sum(1) / sum_exp)[:, None]
-    column, inside = _columns(problem.ids[chunk.rows], problem.shard.first, problem.shard.size)
+    column, inside = arguments.shard.columns(arguments.ids[chunk.rows])
     grad = torch.where(inside, grad, 0)
     for at, block in chunk.blocks():
         work = block.scaled().sub_(maximum[at, None]).exp_().mul_(factor[at])
         block.logits.copy_(work.scatter_add_(1, column[at], grad[at]))
-    return chunk.logits
-
-
-def _columns(ids: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Columns of ``ids`` [R, k] among ``width`` from id ``first``; whether they are there."""
-    column = ids - first
-    inside = (column >= 0) & (column < width)
-    return column.clamp(0, width - 1), inside
-
-
-def _select(problem: Problem, grad: Tensor) -> Tensor:
-    """``TargetRows.select`` for [num_rows, k]."""
-    rows = problem.rows
-    if rows.index is not None:
-        return grad.index_select(0, rows.index)
-    return grad if rows.valid is None else torch.where(rows.valid[:, None], grad, 0)
-
-
-def _expand(problem: Problem, found: Tensor) -> Tensor:
-    """``TargetRows.expand`` for [n, k]."""
-    rows = problem.rows
-    if rows.index is not None:
-        whole = found.new_zeros(rows.num_rows, found.shape[1])
-        return whole.index_copy_(0, rows.index, found)
-    return found if rows.valid is None else torch.where(rows.valid[:, None], found, 0)

@@ -45,16 +45,23 @@ class TargetRows:
         return hidden[rows]
 
     def select(self, values: Tensor) -> Tensor:
-        """Per-row ``values`` [num_rows] as [n], zero where a row does not count."""
+        """``values`` [num_rows, ...] as [n, ...], zero where a row does not count."""
         if self.index is not None:
             return values.index_select(0, self.index)
-        return values if self.valid is None else torch.where(self.valid, values, 0)
+        return self._zero_where_invalid(values)
 
     def expand(self, values: Tensor) -> Tensor:
-        """The inverse of :meth:`select`: [n] to [num_rows], zero where a row does not count."""
+        """The inverse of :meth:`select`: [n, ...] to [num_rows, ...]."""
         if self.index is not None:
-            return values.new_zeros(self.num_rows).index_copy_(0, self.index, values)
-        return values if self.valid is None else torch.where(self.valid, values, 0)
+            whole = values.new_zeros(self.num_rows, *values.shape[1:])
+            return whole.index_copy_(0, self.index, values)
+        return self._zero_where_invalid(values)
+
+    def _zero_where_invalid(self, values: Tensor) -> Tensor:
+        # Selected, not multiplied: 0 * NaN is NaN.
+        if self.valid is None:
+            return values
+        return torch.where(self.valid.view(-1, *[1] * (values.dim() - 1)), values, 0)
 
     def store(self, target: Tensor, rows: slice, values: Tensor) -> None:
         """Writes ``values`` [n, h] of ``rows`` to their places in ``target`` [num_rows, h]."""
@@ -71,7 +78,6 @@ def target_rows(
     loss_mask: Tensor | None,
     temperature: float | Tensor | None,
     dtype: torch.dtype,
-    compact: bool,
 ) -> TargetRows:
     """Finds the rows with a target.
 
@@ -81,15 +87,13 @@ def target_rows(
         loss_mask: Rows that count [rows].
         temperature: A number or [rows].
         dtype: Of the statistics.
-        compact: Leave out the other rows, so that shapes depend on values: not without a
-            synchronisation on a GPU.
     """
     _check_mask(loss_mask)
     valid = _valid_rows(labels, loss_mask)
     check_labels(labels, vocab_size=vocab_size, loss_mask=loss_mask)
     inverse = _inverse_temperature(temperature, valid, dtype)
     num_rows = labels.shape[0]
-    if not compact:
+    if not _may_synchronise(labels):
         return TargetRows(num_rows, torch.where(valid, labels, 0), inverse, None, valid)
     if bool(valid.all()):
         return TargetRows(num_rows, labels, inverse, None, None)
@@ -135,6 +139,11 @@ def _check_mask(loss_mask: Tensor | None) -> None:
             f"loss_mask[{row}] is {float(loss_mask[row])}: a mask holds 0 and 1 only. Multiply the "
             f"losses of reduction='none' by other weights"
         )
+
+
+def _may_synchronise(tensor: Tensor) -> bool:
+    """Whether shapes may depend on values: on a GPU the host would wait for them."""
+    return tensor.device.type == "cpu"
 
 
 def _valid_rows(labels: Tensor, loss_mask: Tensor | None) -> Tensor:

@@ -29,6 +29,15 @@ class VocabShard:
     vocab_size: int
     group: dist.ProcessGroup | None
 
+    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The local column of each of ``ids``, of any shape, and whether this rank has it.
+
+        This rank must have a column at all; ids of other ranks get one that stands for nothing.
+        """
+        column = ids - self.first
+        inside = (column >= 0) & (column < self.size)
+        return column.clamp(0, self.size - 1), inside
+
     def gather(self, statistics: Tensor) -> Tensor:
         """``statistics`` [k, rows] of every rank of the group: [ranks, k, rows]."""
         if self.group is None:

@@ -20,7 +20,7 @@ _BLOCKS = 16
 
 
 @dataclass(frozen=True)
-class Objective:
+class LossTerms:
     """What is added to the plain cross-entropy, and what else is wanted of a row."""
 
     label_smoothing: float
@@ -114,18 +114,18 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_statistics(chunk: Chunk, objective: Objective, shard: VocabShard) -> RowStatistics:
+def row_statistics(chunk: Chunk, terms: LossTerms, shard: VocabShard) -> RowStatistics:
     """Loss and entropy of every row, reduced over the tensor-parallel group.
 
     One collective: each rank sends its own maximum along with sums relative to it.
     """
-    sums = [_exponentials(block, objective, shard)[1] for _, block in chunk.blocks()]
-    return _combine(shard.gather(torch.cat(sums, 1)), objective, shard)
+    sums = [_exponentials(block, terms, shard)[1] for _, block in chunk.blocks()]
+    return _combine(shard.gather(torch.cat(sums, 1)), terms, shard)
 
 
 def logits_to_gradient_(
-    chunk: Chunk, gradient: RowGradient, objective: Objective, shard: VocabShard
-) -> Tensor:
+    chunk: Chunk, gradient: RowGradient, terms: LossTerms, shard: VocabShard
+) -> None:
     """Overwrites the chunk's logits [R, V] by the gradient with respect to them.
 
     With p the softmax, q the smoothed target and H the entropy, the gradient of a row is
@@ -136,59 +136,58 @@ def logits_to_gradient_(
         of_block = gradient.at(at)
         shifted = block.scaled().sub_(of_block.maximum[:, None])
         if of_block.grad_entropy is None:
-            _write_gradient(block, shifted.exp_(), None, of_block, objective, shard)
+            _write_gradient(block, shifted.exp_(), None, of_block, terms, shard)
         else:
-            _write_gradient(block, shifted.exp(), shifted, of_block, objective, shard)
-    return chunk.logits
+            _write_gradient(block, shifted.exp(), shifted, of_block, terms, shard)
 
 
 def statistics_and_gradient_(
-    chunk: Chunk, grad_loss: Tensor, objective: Objective, shard: VocabShard
+    chunk: Chunk, grad_loss: Tensor, terms: LossTerms, shard: VocabShard
 ) -> RowStatistics:
     """:func:`row_statistics` and :func:`logits_to_gradient_` for losses with ``grad_loss`` [R].
 
     Where this rank has the whole vocabulary both are made of the same exponentials.
     """
     if shard.group is not None:
-        found = row_statistics(chunk, objective, shard)
+        found = row_statistics(chunk, terms, shard)
         gradient = RowGradient(found.maximum, found.sum_exp, grad_loss)
-        logits_to_gradient_(chunk, gradient, objective, shard)
+        logits_to_gradient_(chunk, gradient, terms, shard)
         return found
     blocks = []
     for at, block in chunk.blocks():
-        exponentials, sums = _exponentials(block, objective, shard)
-        found = _combine(sums.unsqueeze(0), objective, shard)
+        exponentials, sums = _exponentials(block, terms, shard)
+        found = _combine(sums.unsqueeze(0), terms, shard)
         gradient = RowGradient(found.maximum, found.sum_exp, grad_loss[at])
-        _write_gradient(block, exponentials, None, gradient, objective, shard)
+        _write_gradient(block, exponentials, None, gradient, terms, shard)
         blocks.append(torch.stack([found.maximum, found.sum_exp, found.loss]))
     maximum, sum_exp, loss = torch.cat(blocks, 1)
     return RowStatistics(maximum, sum_exp, loss, None)
 
 
-def _exponentials(block: Chunk, objective: Objective, shard: VocabShard) -> tuple[Tensor, Tensor]:
+def _exponentials(block: Chunk, terms: LossTerms, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """Exponentials [B, V] relative to the rank's maximum; the rank's sums [k, B].
 
-    The sums: maximum, sum of exponentials, target logit, then what ``objective`` needs.
+    The sums: maximum, sum of exponentials, target logit, then what ``terms`` needs.
     """
     work = block.scaled()
     if shard.size == 0:
-        count = 3 + bool(objective.label_smoothing) + objective.entropy
+        count = 3 + bool(terms.label_smoothing) + terms.entropy
         sums = work.new_zeros(count, len(work))
         sums[0] = -torch.inf
         return work, sums
-    column, inside = _column(block.labels, shard)
+    column, inside = shard.columns(block.labels[:, None])
     maximum = work.amax(1)
-    target = torch.where(inside, work.gather(1, column).squeeze(1), 0)
-    rest = [work.sum(1)] if objective.label_smoothing else []
+    target = torch.where(inside, work.gather(1, column), 0).squeeze(1)
+    rest = [work.sum(1)] if terms.label_smoothing else []
     work.sub_(maximum[:, None])
-    shifted = work.clone() if objective.entropy else None
+    shifted = work.clone() if terms.entropy else None
     total = work.exp_().sum(1)
     if shifted is not None:
         rest.append(shifted.mul_(work).sum(1))
     return work, torch.stack([maximum, total, target, *rest])
 
 
-def _combine(gathered: Tensor, objective: Objective, shard: VocabShard) -> RowStatistics:
+def _combine(gathered: Tensor, terms: LossTerms, shard: VocabShard) -> RowStatistics:
     """Statistics of the whole vocabulary from the sums [ranks, k, R] of its slices."""
     maxima, sums, targets, *rest = gathered.unbind(1)
     maximum = maxima.amax(0)
@@ -196,13 +195,13 @@ def _combine(gathered: Tensor, objective: Objective, shard: VocabShard) -> RowSt
     scale = shift.exp()
     sum_exp = (sums * scale).sum(0)
     log_sum = sum_exp.log()
-    smoothing = objective.label_smoothing
+    smoothing = terms.label_smoothing
     loss = log_sum - (1 - smoothing) * (targets.sum(0) - maximum)
     if smoothing:
         loss = loss - smoothing * (rest.pop(0).sum(0) / shard.vocab_size - maximum)
-    if objective.z_loss:
-        loss = loss + objective.z_loss * (maximum + log_sum).square()
-    if not objective.entropy:
+    if terms.z_loss:
+        loss = loss + terms.z_loss * (maximum + log_sum).square()
+    if not terms.entropy:
         return RowStatistics(maximum, sum_exp, loss, None)
     # A rank with padding only has a maximum of minus infinity, and 0 * inf is not 0.
     moments = torch.where(sums > 0, scale * (rest.pop(0) + sums * shift), 0).sum(0)
@@ -214,7 +213,7 @@ def _write_gradient(
     exponentials: Tensor,
     shifted: Tensor | None,
     gradient: RowGradient,
-    objective: Objective,
+    terms: LossTerms,
     shard: VocabShard,
 ) -> None:
     """Overwrites the block's logits; uses up ``exponentials`` and ``shifted`` logits [B, V].
@@ -225,7 +224,7 @@ def _write_gradient(
         return
     of_loss = block.over_temperature(gradient.grad_loss)
     log_sum = gradient.sum_exp.log()
-    of_softmax = of_loss * (1 + 2 * objective.z_loss * (gradient.maximum + log_sum))
+    of_softmax = of_loss * (1 + 2 * terms.z_loss * (gradient.maximum + log_sum))
     if shifted is None:
         exponentials.mul_((of_softmax / gradient.sum_exp)[:, None])
     else:
@@ -235,17 +234,10 @@ def _write_gradient(
         shifted.add_((gradient.entropy - log_sum)[:, None]).mul_(-of_entropy[:, None])
         shifted.add_(of_softmax[:, None]).div_(gradient.sum_exp[:, None])
         exponentials.mul_(shifted)
-    if objective.label_smoothing:
-        exponentials.sub_((of_loss * (objective.label_smoothing / shard.vocab_size))[:, None])
+    if terms.label_smoothing:
+        exponentials.sub_((of_loss * (terms.label_smoothing / shard.vocab_size))[:, None])
     # The target is taken off in float32: p - 1 of a sure prediction would vanish in bfloat16.
-    column, inside = _column(block.labels, shard)
-    of_target = torch.where(inside, of_loss * (1 - objective.label_smoothing), 0)
-    at_target = exponentials.gather(1, column) - of_target[:, None]
+    column, inside = shard.columns(block.labels[:, None])
+    of_target = torch.where(inside, (of_loss * (1 - terms.label_smoothing))[:, None], 0)
+    at_target = exponentials.gather(1, column) - of_target
     block.logits.copy_(exponentials.scatter_(1, column, at_target))
-
-
-def _column(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Local column [B, 1] of each label, and whether this rank has it [B]."""
-    column = labels - shard.first
-    inside = (column >= 0) & (column < shard.size)
-    return column.clamp(0, shard.size - 1)[:, None], inside

@@ -3,21 +3,18 @@
 from lightning_dcp.config.model import ModelConfig, Recompute
 from lightning_dcp.config.moe import MoEConfig
 from lightning_dcp.model.build import build_gpt_model, build_model, model_chunks
-from lightning_dcp.model.outputs import HiddenStates, hidden_states, stage_output, whole_logits
-from lightning_dcp.model.router_replay import check_routers
-from lightning_dcp.model.routes import ROUTES, RouteShape, check_routes
+from lightning_dcp.model.forward import HiddenStates, hidden_states, stage_output, whole_logits
+from lightning_dcp.model.router_replay import check_routers, gather_recorded
 
 __all__ = [
-    "ROUTES",
     "HiddenStates",
     "MoEConfig",
     "ModelConfig",
     "Recompute",
-    "RouteShape",
     "build_gpt_model",
     "build_model",
     "check_routers",
-    "check_routes",
+    "gather_recorded",
     "hidden_states",
     "model_chunks",
     "stage_output",

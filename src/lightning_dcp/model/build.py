@@ -10,28 +10,21 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_submodules,
-    get_gpt_layer_with_transformer_engine_submodules,
-)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_dcp.config.model import ModelConfig, Recompute
-from lightning_dcp.model.attention import PackedAttention
+from lightning_dcp.model.attention import AttentionBackend, choose_backend
 from lightning_dcp.model.global_names import initialize, mark_whole_experts
 from lightning_dcp.model.heads import put_value_head
 from lightning_dcp.model.megatron_config import transformer_config
 from lightning_dcp.model.moe import PackedMoELayer, PackedTopKRouter
 from lightning_dcp.model.mtp import MTPModel, mtp_block
-from lightning_dcp.model.norm import RMSNorm
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 
 # Rope needs no table of positions; Megatron-Core asks for the number all the same.
@@ -50,8 +43,6 @@ def build_gpt_model(
 ) -> GPTModel:
     """Builds the model of this rank, or one chunk of it; CP hooks are not installed yet.
 
-    TransformerEngine serves it where it is installed and there is a GPU; PyTorch elsewhere.
-
     Args:
         config: The model's sizes.
         context: The parallel state.
@@ -62,10 +53,18 @@ def build_gpt_model(
         virtual_stage: Which of this rank's chunks, under virtual pipeline stages.
 
     Raises:
-        ValueError: A parallel size that does not divide what it splits.
+        ValueError: A parallel size that does not divide what it splits, or an attention that cannot
+            serve the run.
     """
+    # Under the strategy its rules have said so already; a loop over the engine comes here first.
     config.check_parallel(context.sizes)
-    fused = HAVE_TE and not context.cpu_mode
+    backend = choose_backend(config.attention_backend, cpu_mode=context.cpu_mode)
+    fused = backend.fused
+    if fp8 is not None and not fused:
+        raise ValueError(
+            f"fp8={fp8!r} needs TransformerEngine's layers: attention_backend="
+            f"{config.attention_backend!r} gives PyTorch's here."
+        )
     with _seeded(seed, context), quiet_megatron():
         megatron_config = transformer_config(
             config,
@@ -76,15 +75,17 @@ def build_gpt_model(
             recompute=recompute,
             fp8=fp8,
         )
-        layer = _fused_layer(config) if fused else _torch_layer(config)
-        spec = ModuleSpec(module=TransformerLayer, submodules=layer)
+        layer = _layer(backend, config)
         make: Any = GPTModel
         if config.mtp_num_layers:
-            depths = mtp_block(spec, megatron_config, virtual_stage, fused=fused)
+            depths = mtp_block(layer, megatron_config, virtual_stage, fused=fused)
             make = partial(MTPModel, real_vocab_size=config.vocab_size, mtp_block_spec=depths)
         model: GPTModel = make(
             config=megatron_config,
-            transformer_layer_spec=_block(spec, megatron_config, virtual_stage, fused=fused),
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[layer] * get_num_layers_to_build(megatron_config, virtual_stage),
+                layer_norm=backend.norm,
+            ),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=_ANY_SEQUENCE_LENGTH,
             position_embedding_type="rope",
@@ -102,57 +103,15 @@ def build_gpt_model(
         return model
 
 
-def _fused_layer(config: ModelConfig) -> TransformerLayerSubmodules:
-    submodules = get_gpt_layer_with_transformer_engine_submodules(
-        num_experts=config.moe.num_experts if config.moe else None,
-        moe_grouped_gemm=config.moe is not None,
-        qk_layernorm=config.qk_layernorm,
-    )
-    return _with_packed_experts(submodules, config)
-
-
-def _torch_layer(config: ModelConfig) -> TransformerLayerSubmodules:
-    """Megatron-Core's local layer with our attention and norm.
-
-    The norms are named because Megatron-Core would otherwise take TransformerEngine's wherever that
-    is importable, GPU or not.
-    """
-    submodules = get_gpt_layer_local_submodules(
-        num_experts=config.moe.num_experts if config.moe else None,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-    attention = submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return _with_packed_experts(submodules, config)
-
-
-def _with_packed_experts(
-    submodules: TransformerLayerSubmodules, config: ModelConfig
-) -> TransformerLayerSubmodules:
+def _layer(backend: AttentionBackend, config: ModelConfig) -> ModuleSpec:
+    """A transformer layer, with our router and MoE layer where the model has experts."""
+    submodules = backend.layer(config)
     if config.moe is not None:
         mlp: Any = submodules.mlp
         experts = copy.copy(mlp.keywords["submodules"])
         experts.router = PackedTopKRouter
         submodules.mlp = partial(PackedMoELayer, submodules=experts)
-    return submodules
-
-
-def _block(
-    layer: ModuleSpec,
-    config: TransformerConfig,
-    virtual_stage: int | None,
-    *,
-    fused: bool,
-) -> TransformerBlockSubmodules:
-    """The layers of this rank's stage, and the norm after the last one."""
-    num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * num_layers, layer_norm=TENorm if fused else RMSNorm
-    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def build_model(

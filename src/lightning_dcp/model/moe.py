@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from lightning_dcp.model.router_replay import PackedRouterReplay, moe_layer_index
-from lightning_dcp.parallel.packed_params import BoundSequences
+from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
 
 
 class PackedTopKRouter(TopKRouter):
@@ -44,7 +44,7 @@ class PackedTopKRouter(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.sequences: BoundSequences | None = None
+        self.sequences: BoundPackedSeqParams | None = None
         self.loss_sums: dict[str, Tensor] = {}
         if self.router_replay is not None:
             self.router_replay = PackedRouterReplay.in_place_of(self.router_replay)
@@ -59,9 +59,9 @@ class PackedTopKRouter(TopKRouter):
         routes = self.sequences.routes
         layer = moe_layer_index(self.config, self.layer_number)
         num_rows = logits.shape[:-1].numel()
-        if routes.given is not None and routes.has_route is not None:
+        if routes.replayed is not None and routes.has_route is not None:
             replay.replay(
-                self._rows_here(routes.given[:, layer], num_rows),
+                self._rows_here(routes.replayed[:, layer], num_rows),
                 self._rows_here(routes.has_route, num_rows),
             )
         try:
@@ -140,7 +140,7 @@ class PackedTopKRouter(TopKRouter):
         return self.training and torch.is_grad_enabled()
 
     @property
-    def _bound(self) -> BoundSequences:
+    def _bound(self) -> BoundPackedSeqParams:
         if self.sequences is None:
             raise RuntimeError(
                 "The router's losses need the micro-batch: call install_cp_hooks on the model."
@@ -230,7 +230,7 @@ class PackedMoELayer(MoELayer):
     a number that all ranks know without asking.
     """
 
-    sequences: BoundSequences | None = None
+    sequences: BoundPackedSeqParams | None = None
 
     def forward(
         self,

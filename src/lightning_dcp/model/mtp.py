@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model.norm import RMSNorm
-from lightning_dcp.parallel.packed_params import BoundSequences
+from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
 
 
 class PackedMTPLayer(MultiTokenPredictionLayer):
@@ -43,7 +43,7 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
         position_ids: Tensor,
         embedding: Any,
         hidden_states: Tensor,
-        packed_seq_params: BoundSequences | None = None,
+        packed_seq_params: BoundPackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Any, ...]:
         assert packed_seq_params is not None
@@ -96,7 +96,7 @@ class MTPModel(GPTModel):
         hidden_states: Tensor,
         *,
         position_ids: Tensor,
-        packed_seq_params: BoundSequences,
+        packed_seq_params: BoundPackedSeqParams,
         padding_mask: Tensor | None,
         rotary_pos_emb: Tensor | None,
         **unused: Any,
@@ -127,7 +127,7 @@ class MTPModel(GPTModel):
         attached: Tensor = MTPLossAutoScaler.apply(hidden_states, losses.mean() * scale)
         return attached
 
-    def _losses(self, of_depths: list[Tensor], sequences: BoundSequences) -> Tensor:
+    def _losses(self, of_depths: list[Tensor], sequences: BoundPackedSeqParams) -> Tensor:
         """``[depths]``: this rank's part of each depth's mean loss; 0 where it has no target."""
         tp_group = self.pg_collection.tp
         weight = self.output_layer.weight

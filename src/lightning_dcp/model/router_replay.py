@@ -5,8 +5,10 @@ sampled the tokens. Either way a token's gradient goes through the experts that 
 log-probability, so that the ratio of the two is not noise of a router that changed its mind.
 The names are those of verl's documentation.
 
-Megatron-Core keeps the replay objects of all routers ever made in one list of the process. Here a
-router owns its own, which leaves with the model, and takes routes from the micro-batch at hand.
+Megatron-Core keeps the replay objects of all routers ever made in one list of the process, and sets
+their targets by position in it: after a second model was built they are those of the first, which
+the list keeps alive. Here a router owns its own, which leaves with the model, and takes routes from
+the micro-batch at hand.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, Self, override
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-from lightning_dcp.model.routes import RouteShape
-from lightning_dcp.parallel import ParallelSizes
+from lightning_dcp.packing import MicroBatchRoutes, RouteShape
+from lightning_dcp.parallel import ParallelContext, ParallelSizes
 
 
 class PackedRouterReplay(RouterReplay):
@@ -120,10 +123,58 @@ def check_routers(
         for chunk in chunks
         for router in chunk.modules()
     )
-    expected = shape.num_layers // sizes.pipeline_model_parallel_size
+    expected = _layers_of_stage(shape, sizes)
     if found != expected:
         raise ValueError(
             f"moe.router_replay=True: the model has {found} routers that replay on this rank, and "
             f"{expected} of its {shape.num_layers} MoE layers are there. Build it with "
             "build_gpt_model, or give each layer a PackedTopKRouter."
         )
+
+
+def gather_recorded(
+    routes: MicroBatchRoutes, num_rows: int, shape: RouteShape, context: ParallelContext
+) -> Tensor:
+    """The experts that all layers used for a micro-batch's rows; a collective of its TP and PP.
+
+    Args:
+        routes: What the routers of this rank recorded.
+        num_rows: Rows of this CP rank.
+        shape: What the model's routes look like.
+        context: The parallel state.
+
+    Returns:
+        ``[rows, layers, bytes]`` uint8, of which ``RouteShape.from_bytes`` makes experts. Bytes,
+        since not every backend sends int16.
+
+    Raises:
+        RuntimeError: Routers recorded nothing: they are not those that ``build_gpt_model`` makes.
+    """
+    sizes = context.sizes
+    assert routes.recorded is not None
+    expected = _layers_of_stage(shape, sizes)
+    if len(routes.recorded) != expected:
+        raise RuntimeError(
+            f"{len(routes.recorded)} routers recorded routes, and {expected} of the model's "
+            f"{shape.num_layers} MoE layers are on this rank. Build the model with "
+            "MoEConfig(router_replay=True) and call install_cp_hooks on it."
+        )
+    tp_size = sizes.tensor_model_parallel_size if sizes.sequence_parallel else 1
+    own = torch.zeros(
+        num_rows // tp_size, shape.num_layers, shape.topk, dtype=shape.dtype, device=context.device
+    )
+    for layer, experts in routes.recorded.items():
+        own[:, layer] = experts
+    as_bytes = own.view(torch.uint8)
+    if tp_size > 1:
+        parts = [torch.empty_like(as_bytes) for _ in range(tp_size)]
+        dist.all_gather(parts, as_bytes, group=context.pg_collection.tp)
+        as_bytes = torch.cat(parts)
+    if sizes.pipeline_model_parallel_size > 1:
+        # Of each layer all stages but one have zeros.
+        dist.all_reduce(as_bytes, group=context.pg_collection.pp)
+    return as_bytes
+
+
+def _layers_of_stage(shape: RouteShape, sizes: ParallelSizes) -> int:
+    return shape.num_layers // sizes.pipeline_model_parallel_size

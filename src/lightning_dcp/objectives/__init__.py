@@ -2,16 +2,16 @@
 
 from lightning_dcp.objectives.base import Extra, Objective
 from lightning_dcp.objectives.distillation import TopKDistillation
-from lightning_dcp.objectives.outputs import (
+from lightning_dcp.objectives.policy import PolicyLoss
+from lightning_dcp.objectives.preference import DPO
+from lightning_dcp.objectives.sequences import once_per_group, sequence_means, sequence_sums
+from lightning_dcp.objectives.sft import SFT
+from lightning_dcp.objectives.target_outputs import (
     FusedOutputs,
     LogitsOutputs,
     TargetOutputs,
     ValueOutputs,
 )
-from lightning_dcp.objectives.policy import PolicyLoss
-from lightning_dcp.objectives.preference import DPO
-from lightning_dcp.objectives.sequences import once_per_group, sequence_means, sequence_sums
-from lightning_dcp.objectives.sft import SFT
 from lightning_dcp.objectives.value import ValueLoss
 
 __all__ = [

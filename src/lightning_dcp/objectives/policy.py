@@ -14,7 +14,7 @@ from lightning_dcp.objectives.base import (
     check_above_zero,
     check_not_negative,
 )
-from lightning_dcp.objectives.outputs import TargetOutputs
+from lightning_dcp.objectives.target_outputs import TargetOutputs
 from lightning_dcp.packing import MicroBatch
 
 

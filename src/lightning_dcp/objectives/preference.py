@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dcp.objectives.base import Extra, Objective, check_above_zero, check_not_negative
-from lightning_dcp.objectives.outputs import TargetOutputs
 from lightning_dcp.objectives.sequences import once_per_group, sequence_means, sequence_sums
+from lightning_dcp.objectives.target_outputs import TargetOutputs
 from lightning_dcp.packing import GlobalBatch, MicroBatch
 
 

@@ -8,7 +8,7 @@ from typing import override
 from torch import Tensor
 
 from lightning_dcp.objectives.base import Extra, Objective, check_not_negative
-from lightning_dcp.objectives.outputs import TargetOutputs
+from lightning_dcp.objectives.target_outputs import TargetOutputs
 from lightning_dcp.packing import MicroBatch
 
 

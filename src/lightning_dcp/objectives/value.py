@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dcp.objectives.base import Extra, Objective, check_above_zero
-from lightning_dcp.objectives.outputs import ValueOutputs
+from lightning_dcp.objectives.target_outputs import ValueOutputs
 from lightning_dcp.packing import MicroBatch
 
 

@@ -9,17 +9,22 @@ from lightning_dcp.packing.micro_batch import (
     PackedSequences,
     pack_micro_batch,
 )
+from lightning_dcp.packing.routes import ROUTES, MicroBatchRoutes, RouteShape, check_routes
 from lightning_dcp.packing.unpack import UnpackedSamples, to_jagged, unpack_rows
 
 __all__ = [
     "IGNORE_INDEX",
+    "ROUTES",
     "GlobalBatch",
     "Jagged",
     "MTPTargets",
     "MicroBatch",
+    "MicroBatchRoutes",
     "PackLayout",
     "PackedSequences",
+    "RouteShape",
     "UnpackedSamples",
+    "check_routes",
     "is_jagged",
     "pack_micro_batch",
     "read_global_batch",

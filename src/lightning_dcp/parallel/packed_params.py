@@ -24,9 +24,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
-from lightning_dcp.packing import MicroBatch, MTPTargets, PackLayout
+from lightning_dcp.packing import MicroBatch, MicroBatchRoutes, MTPTargets, PackLayout
 from lightning_dcp.parallel.groups import DynamicCPGroups
-from lightning_dcp.parallel.routes import BoundRoutes
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class BatchTotals:
 
 
 @dataclass
-class BoundSequences(PackedSeqParams):
+class BoundPackedSeqParams(PackedSeqParams):
     """Megatron-Core's packed boundaries, with the group and layout of one micro-batch.
 
     Attributes:
@@ -62,7 +61,7 @@ class BoundSequences(PackedSeqParams):
     batch_totals: BatchTotals = field(default_factory=lambda: BatchTotals(1, 1, 1))
     max_rows_of_step: int = 0
     mtp: tuple[MTPTargets, ...] = ()
-    routes: BoundRoutes = field(default_factory=BoundRoutes)
+    routes: MicroBatchRoutes = field(default_factory=MicroBatchRoutes)
     _on_device: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -97,7 +96,7 @@ def bind_micro_batch(
     *,
     batch_totals: BatchTotals | None = None,
     max_rows_of_step: int | None = None,
-    routes: BoundRoutes | None = None,
+    routes: MicroBatchRoutes | None = None,
 ) -> MicroBatch:
     """Gives a micro-batch its CP group, in Megatron-Core's own type; changes it in place.
 
@@ -115,7 +114,7 @@ def bind_micro_batch(
     """
     layout = micro_batch.layout
     packed = micro_batch.packed_seq_params
-    micro_batch.packed_seq_params = BoundSequences(
+    micro_batch.packed_seq_params = BoundPackedSeqParams(
         qkv_format=packed.qkv_format,
         cu_seqlens_q=packed.cu_seqlens_q_padded,
         cu_seqlens_kv=packed.cu_seqlens_kv_padded,
@@ -129,7 +128,7 @@ def bind_micro_batch(
         batch_totals=batch_totals or _totals_of(micro_batch),
         max_rows_of_step=max_rows_of_step or layout.num_rows,
         mtp=micro_batch.mtp,
-        routes=routes or BoundRoutes(),
+        routes=routes or MicroBatchRoutes(),
     )
     return micro_batch
 
@@ -173,7 +172,7 @@ def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
 
 
 def _announce_to(model: torch.nn.Module, listeners: list[Any]) -> Callable[[], None]:
-    def announce(sequences: BoundSequences | None) -> None:
+    def announce(sequences: BoundPackedSeqParams | None) -> None:
         for listener in listeners:
             listener.sequences = sequences
 

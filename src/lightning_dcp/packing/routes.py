@@ -1,16 +1,23 @@
-"""Routes as they come with the data and go back: which experts each layer sent each token to."""
+"""Router replay's data: which experts each layer sent each token to.
+
+Three things bear on it, each with a name of its own. A batch has *routed experts* (key ``ROUTES``),
+one entry a token. A micro-batch has :class:`MicroBatchRoutes`: those of its rows, for the routers
+to replay, and the place where they *record* what they used.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dcp.config.model import ModelConfig
-from lightning_dcp.packing import GlobalBatch, Jagged
+from lightning_dcp.packing.batch import GlobalBatch
+from lightning_dcp.packing.jagged import Jagged
+from lightning_dcp.packing.micro_batch import MicroBatch
 
 ROUTES = "routed_experts"
 """Key of the batch and of predictions: jagged ``[num_samples, length*, MoE layers, top-k]``."""
@@ -43,6 +50,68 @@ class RouteShape:
     def dtype(self) -> torch.dtype:
         """What an expert is stored in: uint8, or int16 where there are more than 256."""
         return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+    def from_bytes(self, collected: Any) -> Tensor:
+        """Jagged ``[num_samples, length*, layers, top-k]`` experts of jagged bytes."""
+        experts: Tensor = torch.nested.nested_tensor_from_jagged(
+            collected.values().view(self.dtype), offsets=collected.offsets()
+        )
+        return experts
+
+
+@dataclass
+class MicroBatchRoutes:
+    """What the routers take from a micro-batch and leave with it.
+
+    It hangs on the micro-batch and not on the routers: whatever runs in between, in a pipeline or
+    while layers are recomputed, a router sees that of the micro-batch that it is working on.
+
+    Attributes:
+        replayed: ``[rows, MoE layers of the whole model, top-k]``: experts that were chosen before;
+            None where every router chooses.
+        has_route: ``[rows]`` bool: rows that ``replayed`` says something about; in others routers
+            choose.
+        recorded: Where routers put the experts that they used, by MoE layer, ``[rows that this rank
+            routes, top-k]``; None where nothing is recorded.
+        dtype: Of what is recorded.
+    """
+
+    replayed: Tensor | None = None
+    has_route: Tensor | None = None
+    recorded: dict[int, Tensor] | None = None
+    dtype: torch.dtype = torch.int16
+
+    @classmethod
+    def of(
+        cls,
+        micro_batch: MicroBatch,
+        batch: GlobalBatch,
+        shape: RouteShape | None,
+        *,
+        record: bool = False,
+    ) -> Self:
+        """Those of a micro-batch on its device.
+
+        Rows without a route are padding, and the last token of a sample whose routes end before it.
+
+        Args:
+            micro_batch: Packed, on its device.
+            batch: The global batch that it is of.
+            shape: What the model's routes look like; None if it neither replays nor records.
+            record: Whether routers leave the experts that they use.
+        """
+        if shape is None:
+            return cls()
+        routes = cls(recorded={} if record else None, dtype=shape.dtype)
+        stored = batch.extras.get(ROUTES)
+        if isinstance(stored, Jagged):
+            layout = micro_batch.layout
+            num_routes = stored.lengths[list(micro_batch.sample_ids)][layout.sequence_of_row]
+            routes.replayed = micro_batch.extras[ROUTES]
+            routes.has_route = torch.from_numpy(layout.positions < num_routes).to(
+                routes.replayed.device, non_blocking=True
+            )
+        return routes
 
 
 def check_routes(

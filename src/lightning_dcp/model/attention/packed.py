@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_dcp.packing import PackLayout
-from lightning_dcp.parallel.packed_params import BoundSequences
+from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
 
 
 class PackedAttention(MegatronModule):
@@ -54,7 +54,7 @@ class PackedAttention(MegatronModule):
         *,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: BoundSequences | None = None,
+        packed_seq_params: BoundPackedSeqParams | None = None,
     ) -> Tensor:
         """Attends; shapes are per rank.
 
@@ -74,7 +74,7 @@ class PackedAttention(MegatronModule):
             TypeError: ``packed_seq_params`` was not made by ``bind_micro_batch``.
             NotImplementedError: An attention bias.
         """
-        if not isinstance(packed_seq_params, BoundSequences):
+        if not isinstance(packed_seq_params, BoundPackedSeqParams):
             raise TypeError(
                 "PackedAttention needs the packed_seq_params of a bound micro-batch, found "
                 f"{type(packed_seq_params).__name__}. Run the model on micro-batches of the engine."
@@ -88,7 +88,7 @@ class PackedAttention(MegatronModule):
 
 
 def gather_sequences(
-    key: Tensor, value: Tensor, sequences: BoundSequences
+    key: Tensor, value: Tensor, sequences: BoundPackedSeqParams
 ) -> tuple[Tensor, Tensor]:
     """The keys and values of the whole group, in token order.
 
