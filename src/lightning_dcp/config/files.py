@@ -26,9 +26,10 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     scratch = file.with_name(f".{os.getpid()}-{file.name}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        yield scratch
-        os.replace(scratch, file)
+        try:
+            yield scratch
+            os.replace(scratch, file)
+        finally:
+            scratch.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
