@@ -59,7 +59,7 @@ def test_given_sizes_win():
 )
 @pytest.mark.parametrize("value", [0, -8])
 def test_sizes_below_one(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, found {value}"):
+    with pytest.raises(ValueError, match=f"{name}={value} must be 1 or more"):
         ModelConfig(**{name: value})
 
 

@@ -54,7 +54,7 @@ def test_sizes_that_do_not_divide_the_model(config, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_experts": 0}, "moe.num_experts must be at least 1, found 0"),
+        ({"num_experts": 0}, "moe.num_experts=0 must be 1 or more"),
         ({"num_experts": 2, "topk": 3}, "moe.topk=3 is more than the moe.num_experts=2"),
         ({"aux_loss_coeff": -1.0}, "moe.aux_loss_coeff must not be negative, found -1.0"),
         ({"expert_bias": True}, "needs moe.score_function='sigmoid', found 'softmax'"),
@@ -69,7 +69,7 @@ def test_experts_that_cannot_be(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_layers": 0}, "recompute.num_layers must be at least 1, found 0"),
+        ({"num_layers": 0}, "recompute.num_layers=0 must be 1 or more"),
         ({"modules": ("attn",)}, r"found \['attn'\]"),
     ],
 )

@@ -12,24 +12,24 @@ from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
 from distributed import run_distributed
+from lightning_dcp.config.parallel import cp_sizes_of_pool
 from lightning_dcp.parallel import (
     DynamicCPGroups,
     ParallelSizes,
-    cp_sizes_of_pool,
     cpu_mode_is_active,
     setup_parallel,
 )
 from lightning_dcp.parallel.groups import all_groups
 
 SIZES = {
-    1: [1],
-    2: [1, 2],
-    3: [1, 2, 3],
-    4: [1, 2, 4],
-    5: [1, 2, 4, 5],
-    6: [1, 2, 4, 6],
-    7: [1, 2, 4, 7],
-    8: [1, 2, 4, 8],
+    1: (1,),
+    2: (1, 2),
+    3: (1, 2, 3),
+    4: (1, 2, 4),
+    5: (1, 2, 4, 5),
+    6: (1, 2, 4, 6),
+    7: (1, 2, 4, 7),
+    8: (1, 2, 4, 8),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.model_sizes import ModelSizes
 from lightning_dcp.config.moe import MoEConfig
 from lightning_dcp.config.parallel import ParallelSizes
@@ -57,8 +58,8 @@ class ModelConfig:
             "ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by",
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, found {value}.")
+            if value is not None:
+                check_at_least(name, value)
         for name in ("rotary_base", "layernorm_epsilon", "init_method_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, found {getattr(self, name)}.")
@@ -227,8 +228,7 @@ class Recompute:
         unknown = sorted(set(self.modules) - set(known))
         if unknown:
             raise ValueError(f"recompute.modules are of {known}, found {unknown}.")
-        if self.num_layers < 1:
-            raise ValueError(f"recompute.num_layers must be at least 1, found {self.num_layers}.")
+        check_at_least("recompute.num_layers", self.num_layers)
 
     def megatron_options(self) -> dict[str, Any]:
         """Megatron-Core's options."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_dcp.config.checks import check_at_least
+
 _BYTES = 2  # of a bfloat16
 
 
@@ -44,13 +46,10 @@ class ModelSizes:
     num_dense_layers: int = 0
 
     def __post_init__(self) -> None:
+        needed = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+                  "head_dim", "vocab_size")  # fmt: skip
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int")
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "vocab_size"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+            check_at_least(name, value, 1 if name in needed else 0)
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} with num_experts="

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_dcp.config.checks import check_at_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -44,8 +46,8 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size", "shared_expert_ffn_hidden_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"moe.{name} must be at least 1, found {value}.")
+            if value is not None:
+                check_at_least(f"moe.{name}", value)
         for name in (
             "aux_loss_coeff", "seq_aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate",
         ):  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_dcp.config.checks import check_at_least
+
 # FP8 kernels work on blocks: tokens of a sequence, and alignments in the whole pack.
 _FP8_TOKENS, _FP8_BLOCKS = 16, 128
 
@@ -36,14 +38,8 @@ class PackPadding:
     def __post_init__(self) -> None:
         for name in ("pad_to_length", "pad_to_length_bucket"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(
-                    f"{name}={value!r} is a {type(value).__name__}; give an int or None"
-                )
-            if value < 1:
-                raise ValueError(f"{name}={value} must be 1 or more, a number of rows of a rank")
+            if value is not None:
+                check_at_least(name, value)
         if not isinstance(self.fp8, bool):
             raise TypeError(f"fp8={self.fp8!r} is a {type(self.fp8).__name__}; give True or False")
         if self.pad_to_length is not None and self.pad_to_length_bucket is not None:

@@ -1,8 +1,37 @@
-"""One dataclass that owns every parallel size of a run and checks them against each other."""
+"""The parallel sizes of a run, checked against each other, and what follows from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from lightning_dcp.config.checks import check_at_least
+
+Execution = Literal["lockstep", "free_running"]
+"""Who waits for whom: a step for all of its ranks, or only the members of a group."""
+
+
+def execution_of(
+    *, pipeline_model_parallel_size: int = 1, expert_model_parallel_size: int = 1
+) -> Execution:
+    """How a run of these sizes executes its steps.
+
+    Stages hand micro-batches on in one order, and experts exchange rows over the whole pool: every
+    step then waits for its slowest rank. Without either, a rank meets others only in its CP group,
+    and in the reduction of gradients at the end.
+
+    Args:
+        pipeline_model_parallel_size: Pipeline stages.
+        expert_model_parallel_size: Ranks that share the experts.
+    """
+    together = pipeline_model_parallel_size > 1 or expert_model_parallel_size > 1
+    return "lockstep" if together else "free_running"
+
+
+def cp_sizes_of_pool(num_ranks: int) -> tuple[int, ...]:
+    """The CP sizes that a pool offers, ascending: powers of two below its size, and its size."""
+    powers = [1 << k for k in range((num_ranks - 1).bit_length())]
+    return (*powers, num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +67,7 @@ class ParallelSizes:
                 if not isinstance(value, bool):
                     raise TypeError(f"{name} must be True or False, found {value!r}.")
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an int, found {value!r}.")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, found {value}.")
+            check_at_least(name, value)
         self._check_divides()
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
             raise ValueError(
@@ -79,9 +105,12 @@ class ParallelSizes:
             )
 
     @property
-    def needs_lockstep(self) -> bool:
-        """Whether ranks of different CP groups wait for each other in every micro-batch."""
-        return self.pipeline_model_parallel_size > 1 or self.expert_model_parallel_size > 1
+    def execution(self) -> Execution:
+        """Who waits for whom in a run of these sizes."""
+        return execution_of(
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+        )
 
     @property
     def dp_cp_size(self) -> int:

@@ -3,7 +3,7 @@
 from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.context import ParallelContext, setup_parallel
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode
-from lightning_dcp.parallel.groups import DynamicCPGroups, cp_sizes_of_pool
+from lightning_dcp.parallel.groups import DynamicCPGroups
 from lightning_dcp.parallel.packed_params import (
     BatchTotals,
     BoundSequences,
@@ -21,7 +21,6 @@ __all__ = [
     "ParallelContext",
     "ParallelSizes",
     "bind_micro_batch",
-    "cp_sizes_of_pool",
     "cpu_mode_is_active",
     "disable_cpu_mode",
     "enable_cpu_mode",

@@ -12,11 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-
-def cp_sizes_of_pool(num_ranks: int) -> list[int]:
-    """The CP sizes that a pool of ``num_ranks`` offers: powers of two, and the whole pool."""
-    sizes = [1 << power for power in range(num_ranks.bit_length()) if 1 << power <= num_ranks]
-    return sizes if sizes[-1] == num_ranks else [*sizes, num_ranks]
+from lightning_dcp.config.parallel import cp_sizes_of_pool
 
 
 def all_groups(size: int, num_ranks: int) -> list[range]:

@@ -1,6 +1,7 @@
 """Planning: which ranks run which samples together, step by step. Pure Python and NumPy."""
 
 from lightning_dcp.config.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
+from lightning_dcp.config.parallel import Execution, execution_of
 from lightning_dcp.planning.api import PLANNERS, Planner, make_plan, plan_global_batch
 from lightning_dcp.planning.bound import lower_bound
 from lightning_dcp.planning.cost.calibration import (
@@ -18,7 +19,7 @@ from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
 from lightning_dcp.planning.planners.megatron import has_megatron_scheduler
 from lightning_dcp.planning.planners.packs import Pack, complete, lay_out
 from lightning_dcp.planning.report import PlanReport, evaluate
-from lightning_dcp.planning.request import Execution, PlanSettings, Problem, execution_of
+from lightning_dcp.planning.request import PlanSettings, Problem
 
 __all__ = [
     "CPU",

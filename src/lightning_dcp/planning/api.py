@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.config.padding import PackPadding
+from lightning_dcp.config.parallel import Execution
 from lightning_dcp.planning.cost.model import CostModel
 from lightning_dcp.planning.plan import Plan, Step
 from lightning_dcp.planning.planners.balanced import plan_balanced
@@ -18,7 +19,6 @@ from lightning_dcp.planning.planners.megatron import plan_megatron
 from lightning_dcp.planning.planners.static import plan_static
 from lightning_dcp.planning.report import report
 from lightning_dcp.planning.request import (
-    Execution,
     PlanSettings,
     Problem,
     as_lengths,

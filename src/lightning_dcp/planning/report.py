@@ -9,10 +9,11 @@ from itertools import chain
 
 import numpy as np
 
+from lightning_dcp.config.parallel import Execution
 from lightning_dcp.planning.bound import raised_bound
 from lightning_dcp.planning.cost.model import CostModel
 from lightning_dcp.planning.plan import Plan, Step
-from lightning_dcp.planning.request import Execution, Problem, as_units, total_time
+from lightning_dcp.planning.request import Problem, as_units, total_time
 
 # A bound below this part of the predicted time is worth the time that a tighter one takes.
 _WORTH_RAISING = 0.93

@@ -6,36 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.padding import TIGHT, PackPadding, longest_that_fits, row_alignment
-from lightning_dcp.config.parallel import ParallelSizes
+from lightning_dcp.config.parallel import Execution, ParallelSizes, cp_sizes_of_pool
 from lightning_dcp.planning.bound import lower_bound
 from lightning_dcp.planning.cost.model import CostModel, CostParts
 from lightning_dcp.planning.plan import Group, Step
-
-Execution = Literal["lockstep", "free_running"]
-"""Who waits for whom: a step for all of its ranks, or only the members of a group."""
-
-
-def execution_of(
-    *, pipeline_model_parallel_size: int = 1, expert_model_parallel_size: int = 1
-) -> Execution:
-    """How a run of these sizes executes its steps.
-
-    Stages hand micro-batches on in one order, and experts exchange rows over the whole pool: every
-    step then waits for its slowest rank. Without either, a rank meets others only in its CP group,
-    and in the reduction of gradients at the end.
-
-    Args:
-        pipeline_model_parallel_size: Pipeline stages.
-        expert_model_parallel_size: Ranks that share the experts.
-    """
-    together = pipeline_model_parallel_size > 1 or expert_model_parallel_size > 1
-    return "lockstep" if together else "free_running"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +51,9 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_seqlen_per_dp_cp_rank", "tp_size"):
-            object.__setattr__(self, name, check_positive_int(name, getattr(self, name)))
+            object.__setattr__(self, name, check_at_least(name, getattr(self, name)))
         if self.context_parallel_size is not None:
-            size = check_positive_int("context_parallel_size", self.context_parallel_size)
+            size = check_at_least("context_parallel_size", self.context_parallel_size)
             object.__setattr__(self, "context_parallel_size", size)
 
     @classmethod
@@ -108,11 +89,7 @@ class PlanSettings:
             tp_size=sizes.tensor_model_parallel_size,
             context_parallel_size=static_size if planner == "static" else None,
             cost_model=cost_model or CostModel(),
-            execution=execution
-            or execution_of(
-                pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
-                expert_model_parallel_size=sizes.expert_model_parallel_size,
-            ),
+            execution=execution or sizes.execution,
             padding=padding,
         )
 
@@ -181,7 +158,7 @@ class Problem:
     def __post_init__(self) -> None:
         for name in ("num_ranks", "cap", "tp_size"):
             label = "max_seqlen_per_dp_cp_rank" if name == "cap" else name
-            check_positive_int(label, getattr(self, name))
+            check_at_least(label, getattr(self, name))
         if self.execution not in get_args(Execution):
             raise ValueError(
                 f"execution={self.execution!r} is unknown; choose 'lockstep' or 'free_running'"
@@ -323,26 +300,6 @@ class Problem:
             f"{self.cap} with tp_size={self.tp_size}{self._limits()}; raise "
             "max_seqlen_per_dp_cp_rank, use more ranks, or shorten these samples"
         )
-
-
-def cp_sizes_of_pool(num_ranks: int) -> tuple[int, ...]:
-    """The CP sizes that a pool offers, ascending: powers of two below its size, and its size."""
-    powers = [1 << k for k in range((num_ranks - 1).bit_length())]
-    return (*powers, num_ranks)
-
-
-def check_positive_int(name: str, value: object) -> int:
-    """``value`` as a Python int of 1 or more.
-
-    Raises:
-        TypeError: It is no integer; a bool is none either.
-        ValueError: It is below 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int of 1 or more")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be 1 or more")
-    return int(value)
 
 
 def as_lengths(lengths: Sequence[int] | NDArray[np.integer]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.model_sizes import ModelSizes
 from lightning_dcp.planning.cost.model import CostModel
 
@@ -50,8 +51,7 @@ class MeasuredMicroBatch:
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths={self.lengths}: one sample or more, of 1 token or more")
-        if self.size < 1:
-            raise ValueError(f"size={self.size} must be 1 or more, the ranks of the CP group")
+        check_at_least("size", self.size)
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise ValueError(f"seconds={self.seconds} must be finite and above 0")
 

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.files import whole_file
 from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.parallel import ParallelSizes
@@ -26,7 +27,6 @@ from lightning_dcp.planning import (
     r_squared,
 )
 from lightning_dcp.planning.cost.calibration_file import Calibration
-from lightning_dcp.planning.request import check_positive_int
 from lightning_dcp.precision import MegatronPrecision
 from lightning_dcp.tools.calibrate.measuring import Cell, Measuring, grid, measure
 from lightning_dcp.tools.calibrate.processes import run_on, started_by_launcher
@@ -77,9 +77,9 @@ class CalibrateOptions(ModelOptions):
         for name in (
             "max_seqlen_per_dp_cp_rank", "tensor_model_parallel_size", "shortest", "repeats",
         ):  # fmt: skip
-            check_positive_int(name, getattr(self, name))
+            check_at_least(name, getattr(self, name))
         if self.num_processes is not None:
-            check_positive_int("num_processes", self.num_processes)
+            check_at_least("num_processes", self.num_processes)
         if not 0 <= self.quantile <= 1:
             raise ValueError(f"quantile={self.quantile} must be 0 to 1")
         if self.seed < 0:

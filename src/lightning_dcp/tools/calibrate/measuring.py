@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_dcp.config.padding import longest_that_fits, rows_per_rank
+from lightning_dcp.config.parallel import cp_sizes_of_pool
 from lightning_dcp.engine import wrap_ddp
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import ModelConfig, build_gpt_model, hidden_states
@@ -29,7 +30,6 @@ from lightning_dcp.parallel import (
     setup_parallel,
 )
 from lightning_dcp.planning import MeasuredMicroBatch
-from lightning_dcp.planning.request import cp_sizes_of_pool
 
 # Micro-batches of unlike lengths for each CP size; the others hold equal lengths.
 _NUM_MIXED = 6

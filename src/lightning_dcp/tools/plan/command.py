@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.files import whole_file
 from lightning_dcp.config.padding import PackPadding, longest_that_fits
 from lightning_dcp.planning import Execution, Plan, has_megatron_scheduler
-from lightning_dcp.planning.request import check_positive_int
 from lightning_dcp.tools.options import parse_options
 from lightning_dcp.tools.plan.costs import GIB, CostOptions, Costs
 from lightning_dcp.tools.plan.figures import LEGEND, Figures, Setting, table
@@ -53,9 +53,9 @@ class PoolOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_seqlen_per_dp_cp_rank", "tp_size"):
-            check_positive_int(name, getattr(self, name))
+            check_at_least(name, getattr(self, name))
         if self.context_parallel_size is not None:
-            check_positive_int("context_parallel_size", self.context_parallel_size)
+            check_at_least("context_parallel_size", self.context_parallel_size)
         self.padding.check_cap(self.max_seqlen_per_dp_cp_rank, self.num_ranks, self.tp_size)
 
     @property
@@ -84,7 +84,7 @@ class OutputOptions:
         if self.suggest_tp_sizes is not None and not self.suggest:
             raise ValueError(f"suggest_tp_sizes={self.suggest_tp_sizes} needs --suggest")
         for size in self.suggest_tp_sizes or ():
-            check_positive_int("suggest_tp_sizes", size)
+            check_at_least("suggest_tp_sizes", size)
         check_plot("plot", self.plot)
 
 

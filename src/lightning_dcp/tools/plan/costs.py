@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.planning import (
     CPU,
     H100,
@@ -17,7 +18,6 @@ from lightning_dcp.planning import (
     execution_of,
 )
 from lightning_dcp.planning.cost.calibration_file import Calibration, read_calibration
-from lightning_dcp.planning.request import check_positive_int
 from lightning_dcp.tools.models import ModelOptions
 
 GIB = 2**30
@@ -45,7 +45,7 @@ class CostOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
-            check_positive_int(name, getattr(self, name))
+            check_at_least(name, getattr(self, name))
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise ValueError(f"memory_gib={self.memory_gib} must be above 0")
 

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.data import (
     DocumentCounts,
     LengthDistribution,
@@ -16,7 +17,6 @@ from lightning_dcp.data import (
     read_length_file,
 )
 from lightning_dcp.data.pieces import LongDocuments, cut_documents
-from lightning_dcp.planning.request import check_positive_int
 
 _MOST_SEQUENCES = 2**27  # one GiB of lengths
 
@@ -60,13 +60,13 @@ class LengthOptions:
                 f"the lengths come from {' and '.join(given) or 'nowhere'}: give one of "
                 "length_file, data and lengths"
             )
-        check_positive_int("global_batch_size", self.global_batch_size)
+        check_at_least("global_batch_size", self.global_batch_size)
         if self.num_batches != "all":
-            check_positive_int("num_batches", self.num_batches)
+            check_at_least("num_batches", self.num_batches)
         elif self.lengths is not None:
             raise ValueError("num_batches='all' with lengths: a distribution has no end; say a few")
         if self.max_length is not None:
-            check_positive_int("max_length", self.max_length)
+            check_at_least("max_length", self.max_length)
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must be 0 or more")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_dcp.config.padding import TIGHT, PackPadding, longest_that_fits
-from lightning_dcp.planning.request import cp_sizes_of_pool
+from lightning_dcp.config.parallel import cp_sizes_of_pool
 
 
 def holding_sizes(

@@ -1,0 +1,26 @@
+"""Checks of single values that many configurations share, in one wording."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+
+def check_at_least(name: str, value: object, minimum: int = 1) -> int:
+    """``value`` as a Python int of ``minimum`` or more.
+
+    Args:
+        name: The option as the user wrote it, for the error.
+        value: What was given; NumPy's integers count as ints.
+        minimum: The least that is allowed.
+
+    Raises:
+        TypeError: It is no integer; a bool is none either.
+        ValueError: It is below the minimum.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; give an int of {minimum} or more"
+        )
+    if value < minimum:
+        raise ValueError(f"{name}={value} must be {minimum} or more")
+    return int(value)
