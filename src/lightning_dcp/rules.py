@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightning_dcp.config.model import check_mtp_recompute
-from lightning_dcp.config.padding import PackPadding, longest_that_fits, rows_per_rank
+from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.model import ModelConfig, Recompute, RouteShape, check_routes
 from lightning_dcp.objectives import Objective
 from lightning_dcp.packing import GlobalBatch
 from lightning_dcp.parallel import ParallelSizes
-
-Cap = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,57 +363,3 @@ RULES: tuple[Rule, ...] = (
         _vocabulary_of_data,
     ),
 )
-
-
-def resolve_cap(cap: Cap, *, trainer: Trainer, sizes: ParallelSizes, padding: PackPadding) -> int:
-    """The cap as a number: ``"auto"`` follows from the DataModule's ``max_length``.
-
-    Args:
-        cap: A checked ``max_seqlen_per_dp_cp_rank``.
-        trainer: Knows the DataModule.
-        sizes: The parallel sizes of the run.
-        padding: How packs are padded; the cap holds them.
-
-    Raises:
-        ValueError: ``"auto"`` without a DataModule that has a ``max_length``, or packs that are
-            padded beyond the cap.
-    """
-    number = cap if isinstance(cap, int) else _cap_of_data(trainer, sizes, padding)
-    padding.check_cap(number, sizes.dp_cp_size, sizes.tensor_model_parallel_size)
-    return number
-
-
-def check_cap(cap: object) -> Cap:
-    """A checked ``max_seqlen_per_dp_cp_rank``.
-
-    Raises:
-        ValueError: It is missing or below 1.
-        TypeError: It is neither an int nor ``"auto"``.
-    """
-    if cap is None:
-        raise ValueError(
-            "DynamicCPStrategy needs max_seqlen_per_dp_cp_rank: the most rows (tokens, padding "
-            "included) that a rank may hold of one micro-batch. The tokens a GPU held before, "
-            "packed-sequence budget / context_parallel_size, keep memory as it was."
-        )
-    if cap == "auto":
-        return "auto"
-    if not isinstance(cap, int) or isinstance(cap, bool):
-        raise TypeError(f"max_seqlen_per_dp_cp_rank must be an int or 'auto', found {cap!r}.")
-    if cap < 1:
-        raise ValueError(f"max_seqlen_per_dp_cp_rank must be at least 1, found {cap}.")
-    return cap
-
-
-def _cap_of_data(trainer: Trainer, sizes: ParallelSizes, padding: PackPadding) -> int:
-    max_length = getattr(getattr(trainer, "datamodule", None), "max_length", None)
-    if not isinstance(max_length, int):
-        raise ValueError(
-            "max_seqlen_per_dp_cp_rank='auto' follows from the DataModule's max_length, and there "
-            "is none. Give the number: Trainer(strategy=DynamicCPStrategy("
-            "max_seqlen_per_dp_cp_rank=4096))."
-        )
-    pool, tp_size = sizes.dp_cp_size, sizes.tensor_model_parallel_size
-    cap = padding.pack_rows(rows_per_rank(max_length, pool, tp_size, padding), pool, tp_size)
-    assert longest_that_fits(cap, pool, tp_size, padding) >= max_length
-    return cap

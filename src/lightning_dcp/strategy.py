@@ -34,6 +34,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
+from lightning_dcp.config.cap import check_cap, resolve_cap
 from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.engine import (
     DynamicCPEngine,
@@ -51,7 +52,7 @@ from lightning_dcp.engine import (
     load_full_optimizer_state,
     wrap_chunks,
 )
-from lightning_dcp.model import Recompute, check_routers, model_chunks
+from lightning_dcp.model import ModelConfig, Recompute, check_routers, model_chunks
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.packing import GlobalBatch
 from lightning_dcp.parallel import (
@@ -61,10 +62,10 @@ from lightning_dcp.parallel import (
     install_cp_hooks,
     setup_parallel,
 )
-from lightning_dcp.planning import CostModel
+from lightning_dcp.planning import CostModel, DevicePreset, cost_model_of_run, preset_of
 from lightning_dcp.planning.cost.calibration_file import read_calibration
 from lightning_dcp.precision import MegatronPrecision
-from lightning_dcp.rules import Run, check_cap, refuse, resolve_cap
+from lightning_dcp.rules import Run, refuse
 
 
 class DynamicCPStrategy(ParallelStrategy):
@@ -85,7 +86,8 @@ class DynamicCPStrategy(ParallelStrategy):
         planner: ``balanced`` (the default), ``longest_sequence``, ``static``, or ``megatron``
             (Megatron-Core's scheduler, where the installed build has one).
         cost_model: File that ``lightning-dcp calibrate`` wrote for this model: planners then
-            minimise times that were measured. None for the figures of an 8B model on H200.
+            minimise times that were measured. None for estimates from the model's own sizes and
+            the data sheet of the device, as ``lightning-dcp plan`` makes them.
         pad_to_length: Pad every micro-batch to this many rows of a rank, so that there is one shape
             only. A micro-batch then holds no more, so that the cap is this number or larger.
         pad_to_length_bucket: Round the rows that a rank holds of a micro-batch up to a multiple of
@@ -262,15 +264,7 @@ class DynamicCPStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        sizes = ParallelSizes(
-            world_size=self.world_size,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-        )
+        sizes = self.parallel_sizes(self.world_size)
         reset_seed()
         device = self.root_device
         self._run = replace(self._run, sizes=sizes, on_gpu=device.type == "cuda")
@@ -316,7 +310,14 @@ class DynamicCPStrategy(ParallelStrategy):
             loop.inference_mode = False
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self.engine = DynamicCPEngine(self.context, self._plan_settings(trainer))
+        settings = self.plan_settings(
+            self.context.sizes,
+            module.model_config,
+            device=_preset_of(self.root_device),
+            max_length=getattr(getattr(trainer, "datamodule", None), "max_length", None),
+            cost_model=self._read_cost_model(),
+        )
+        self.engine = DynamicCPEngine(self.context, settings)
         self.model_to_device()
         assert module.model is not None
         chunks = model_chunks(module.model)
@@ -332,15 +333,53 @@ class DynamicCPStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _plan_settings(self, trainer: Trainer) -> PlanSettings:
-        sizes = self.context.sizes
+    def parallel_sizes(self, world_size: int) -> ParallelSizes:
+        """The parallel sizes of a run.
+
+        Args:
+            world_size: Its processes.
+
+        Raises:
+            ValueError: They do not work together.
+        """
+        return ParallelSizes(
+            world_size=world_size,
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+        )
+
+    def plan_settings(
+        self,
+        sizes: ParallelSizes,
+        model: ModelConfig,
+        *,
+        device: DevicePreset,
+        max_length: int | None = None,
+        cost_model: CostModel | None = None,
+    ) -> PlanSettings:
+        """How a run of this strategy plans; no process need run.
+
+        Args:
+            sizes: From :meth:`parallel_sizes`.
+            model: The model's sizes.
+            device: Speeds of the devices.
+            max_length: Of the data's sequences; a cap of ``"auto"`` follows from it.
+            cost_model: A measured one in place of the estimate.
+        """
         return PlanSettings.of_run(
             sizes,
             max_seqlen_per_dp_cp_rank=resolve_cap(
-                self.max_seqlen_per_dp_cp_rank, trainer=trainer, sizes=sizes, padding=self.padding
+                self.max_seqlen_per_dp_cp_rank, sizes, self.padding, max_length=max_length
             ),
             planner=self.planner,
-            cost_model=self._read_cost_model(),
+            cost_model=cost_model
+            or cost_model_of_run(
+                model.sizes, sizes, device, full_recompute=self.recompute.granularity == "full"
+            ),
             padding=self.padding,
         )
 
@@ -622,6 +661,11 @@ class DynamicCPStrategy(ParallelStrategy):
                     max_seqlen_per_dp_cp_rank="auto",
                     start_method=start_method,
                 )
+
+
+def _preset_of(device: torch.device) -> DevicePreset:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return preset_of(device.type, name)
 
 
 def _unwrapped(optimizer: Any) -> MegatronOptimizer:

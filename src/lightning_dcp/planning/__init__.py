@@ -12,6 +12,7 @@ from lightning_dcp.planning.cost.calibration import (
     predict,
     r_squared,
 )
+from lightning_dcp.planning.cost.estimate import cost_model_of_run
 from lightning_dcp.planning.cost.model import CostModel, CostParts
 from lightning_dcp.planning.cost.presets import CPU, H100, H200, DevicePreset, preset_of
 from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
@@ -44,6 +45,7 @@ __all__ = [
     "Step",
     "complete",
     "cost_model_from_json",
+    "cost_model_of_run",
     "cost_model_to_json",
     "evaluate",
     "execution_of",

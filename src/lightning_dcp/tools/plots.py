@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.config.files import whole_file
 from lightning_dcp.config.requirements import MATPLOTLIB_AVAILABLE
 from lightning_dcp.planning import Execution, Plan
-from lightning_dcp.tools.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -192,4 +192,5 @@ def _legend(figure: Figure, sizes: Sequence[int], colors: dict[int, Any]) -> Non
 
 
 def _save(figure: Figure, path: str) -> None:
-    write_whole(path, lambda file: figure.savefig(file, dpi=_DPI, format="png"))
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=_DPI, format="png")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
+from lightning_dcp.config.files import whole_file
 from lightning_dcp.tools.compare.comparison import Comparison, Runs
-from lightning_dcp.tools.files import write_whole
 
 
 def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: str) -> None:
@@ -27,7 +27,8 @@ def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: s
     ratio = "different tokens, no ratio" if comparison.ratio is None else f"{comparison.ratio:.3f}x"
     times.set_title(f"Static against dynamic context parallelism: {ratio}")
     _draw_sizes(sizes, dynamic)
-    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    with whole_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def _draw_times(axes: Any, static: Runs, dynamic: Runs) -> None:

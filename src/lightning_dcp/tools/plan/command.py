@@ -10,9 +10,9 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_dcp.config.checks import check_at_least
+from lightning_dcp.config.files import whole_file
 from lightning_dcp.config.padding import PackPadding, longest_that_fits
 from lightning_dcp.planning import Execution, Plan, has_megatron_scheduler
-from lightning_dcp.tools.files import write_whole
 from lightning_dcp.tools.options import parse_options
 from lightning_dcp.tools.plan.costs import GIB, CostOptions, Costs
 from lightning_dcp.tools.plan.figures import LEGEND, Figures, Setting, table
@@ -128,7 +128,8 @@ def main(args: Sequence[str]) -> None:
         _plot(output.plot, figures)
     if output.json is not None:
         text = json.dumps(_values(pool, batches, costs, figures, suggestion), indent=1)
-        write_whole(output.json, lambda file: file.write_text(text + "\n", encoding="utf-8"))
+        with whole_file(output.json) as file:
+            file.write_text(text + "\n", encoding="utf-8")
 
 
 def compare_planners(pool: PoolOptions, batches: Batches, costs: Costs) -> list[Figures]:
