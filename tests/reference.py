@@ -34,7 +34,7 @@ def forward(
     return _head(weights, config, _last_hidden(weights, config, ids, routers, routes))
 
 
-def forward_ahead(
+def forward_mtp(
     weights: Weights,
     config: ModelConfig,
     ids: Tensor,
@@ -235,7 +235,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def _losses_ahead(
+def _mtp_losses(
     config: ModelConfig, outputs: list[list[Tensor]], batch: list[list[int]]
 ) -> list[Tensor]:
     """Of each depth, the mean over its own targets in the batch; 0 without any."""
@@ -286,7 +286,7 @@ def train(
         betas=(0.9, 0.95),
         eps=adam_eps,
     )
-    losses, ahead, grads, norms = [], [], [], []
+    losses, mtp_losses, grads, norms = [], [], [], []
     for index, batch in enumerate(batches):
         optimizer.zero_grad()
         routers: list[list[Tensor]] = [[] for _ in batch]
@@ -294,7 +294,7 @@ def train(
         if routes is not None:
             given = [torch.tensor(one, dtype=torch.int64) for one in routes[index]]
         of_depths = [
-            forward_ahead(weights, config, torch.tensor(ids), of_sample, of_tokens)
+            forward_mtp(weights, config, torch.tensor(ids), of_sample, of_tokens)
             for ids, of_sample, of_tokens in zip(batch, routers, given, strict=True)
         ]
         outputs = [logits[0] for logits in of_depths]
@@ -310,10 +310,10 @@ def train(
             total, num_tokens = total + part, num_tokens + count
         loss = total / max(num_tokens, 1)
         of_routers = _router_losses(config, routers, packs[index] if packs else None)
-        further = _losses_ahead(config, of_depths, batch)
+        further = _mtp_losses(config, of_depths, batch)
         of_mtp = config.mtp_loss_scaling_factor * sum(further) / max(config.mtp_num_layers, 1)
         (loss + of_routers + of_mtp).backward()
-        ahead.append([float(one.detach()) for one in further])
+        mtp_losses.append([float(one.detach()) for one in further])
         losses.append(float(loss.detach()))
         grads.append({k: w.grad.numpy().copy() for k, w in trained.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), clip)))
@@ -321,7 +321,7 @@ def train(
         _update_biases(config, weights, routers, given)
     return {
         "losses": losses,
-        "mtp_losses": ahead,
+        "mtp_losses": mtp_losses,
         "norms": norms,
         "grads": grads,
         "weights": {k: w.detach().numpy() for k, w in weights.items()},

@@ -190,8 +190,8 @@ class DynamicCPModule(LightningModule):
                     "allow. Leave example_input_array out; use validate for losses."
                 )
         batch = read_global_batch({"input_ids": input_ids}, vocab_size=self.vocab_size)
-        lookahead = self.model_config.mtp_num_layers
-        micro_batch = pack_micro_batch(batch, range(len(batch)), lookahead=lookahead)
+        mtp_depths = self.model_config.mtp_num_layers
+        micro_batch = pack_micro_batch(batch, range(len(batch)), mtp_depths=mtp_depths)
         micro_batch.to(context.device)
         hidden, weight = self.hidden_states(bind_micro_batch(micro_batch, context.cp_groups))
         logits = (hidden @ weight.t())[:, : self.vocab_size]

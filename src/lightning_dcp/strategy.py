@@ -509,7 +509,7 @@ class DynamicCPStrategy(ParallelStrategy):
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
     def _prepare(
-        self, engine: DynamicCPEngine, batch: Mapping[str, Any], *, lookahead: int = 0
+        self, engine: DynamicCPEngine, batch: Mapping[str, Any], *, mtp_depths: int = 0
     ) -> PlannedBatch:
         objective, vocab_size = self._module.objective, self._module.vocab_size
         return engine.prepare(
@@ -517,7 +517,7 @@ class DynamicCPStrategy(ParallelStrategy):
             vocab_size=vocab_size,
             routes=self._module.routes,
             target_extras=[extra.key for extra in objective.extras],
-            lookahead=lookahead,
+            mtp_depths=mtp_depths,
             check=self._check_batch,
             keep_together=objective.keep_together,
         )
@@ -538,7 +538,7 @@ class DynamicCPStrategy(ParallelStrategy):
         if self.engine is None or self._ddp is None:
             raise RuntimeError("train_on works inside training_step only.")
         depths = self._module.model_config.mtp_num_layers
-        planned = self._prepare(self.engine, batch, lookahead=depths)
+        planned = self._prepare(self.engine, batch, mtp_depths=depths)
         return self.engine.train_step(self._ddp, planned, self._module.micro_batch_step)
 
     def evaluate_on(self, batch: Mapping[str, Any]) -> StepResult:

@@ -203,7 +203,7 @@ def train(
             planned = engine.prepare(
                 jagged(batch, None if routes is None else routes[index]),
                 vocab_size=config.vocab_size,
-                lookahead=config.mtp_num_layers,
+                mtp_depths=config.mtp_num_layers,
                 routes=RouteShape.of(config),
             )
             cp_sizes |= set(planned.plan.cp_sizes())

@@ -142,7 +142,7 @@ def test_training_on_a_batch_that_was_not_prepared_for_it():
     (message,) = run_distributed(unprepared, 1)
     assert "mtp_num_layers=2" in message
     assert "for 0 depths" in message
-    assert "engine.prepare(..., lookahead=2)" in message
+    assert "engine.prepare(..., mtp_depths=2)" in message
 
 
 def train_without_an_output_layer():
@@ -154,7 +154,7 @@ def train_without_an_output_layer():
         engine = DynamicCPEngine(
             context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=96)
         )
-        planned = engine.prepare(trainers.jagged([[1, 2, 3, 4]]), lookahead=2)
+        planned = engine.prepare(trainers.jagged([[1, 2, 3, 4]]), mtp_depths=2)
         (micro_batch,) = engine.micro_batches(planned)
         hidden, _ = hidden_states(model, micro_batch)
         (hidden * 0).sum().backward()

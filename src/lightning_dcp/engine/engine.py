@@ -55,7 +55,7 @@ class PlannedBatch:
         plan: The plan, the same on every rank.
         plan_wait: Seconds that this rank had to wait for the plan.
         target_extras: Keys whose values micro-batches get by target as well.
-        lookahead: Depths of multi-token prediction that micro-batches carry ids and labels for.
+        mtp_depths: Depths of multi-token prediction that micro-batches carry ids and labels for.
         routes: What the model's routes look like, if it replays or records any.
     """
 
@@ -63,7 +63,7 @@ class PlannedBatch:
     plan: Plan
     plan_wait: float = 0.0
     target_extras: tuple[str, ...] = ()
-    lookahead: int = 0
+    mtp_depths: int = 0
     routes: RouteShape | None = None
 
 
@@ -118,7 +118,7 @@ class DynamicCPEngine:
         *,
         vocab_size: int | None = None,
         target_extras: Iterable[str] = (),
-        lookahead: int = 0,
+        mtp_depths: int = 0,
         check: Callable[[GlobalBatch], None] | None = None,
         keep_together: str | None = None,
         routes: RouteShape | None = None,
@@ -130,7 +130,7 @@ class DynamicCPEngine:
             vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked.
             target_extras: Further keys that micro-batches get by target as well, as
                 ``MicroBatch.target_extras``.
-            lookahead: Depths of multi-token prediction of a model that is trained on the batch.
+            mtp_depths: Depths of multi-token prediction of a model that is trained on the batch.
             check: Raises a ValueError or TypeError for a batch that the loss cannot use.
             keep_together: Key of a dense tensor ``[num_samples]`` of ints: samples with equal ones
                 go into the same micro-batch.
@@ -153,7 +153,7 @@ class DynamicCPEngine:
             check_routes(read, routes, part=(dist.get_rank(), dist.get_world_size()))
             units = _units_of(read, keep_together)
             plan, wait = self.ahead.get(read.lengths, units)
-            prepared = PlannedBatch(read, plan, wait, tuple(target_extras), lookahead, routes)
+            prepared = PlannedBatch(read, plan, wait, tuple(target_extras), mtp_depths, routes)
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
             error = refused
         lengths = None if prepared is None else prepared.batch.lengths
@@ -183,7 +183,7 @@ class DynamicCPEngine:
                 tp_size=self.context.sizes.tensor_model_parallel_size,
                 target_extras=planned.target_extras,
                 padding=planned.plan.padding,
-                lookahead=planned.lookahead,
+                mtp_depths=planned.mtp_depths,
             )
             if is_filler:
                 _empty(micro_batch)
@@ -202,15 +202,15 @@ class DynamicCPEngine:
             )
 
     def _totals(self, planned: PlannedBatch) -> BatchTotals:
-        targets, *ahead = (
+        targets, *mtp_targets = (
             planned.batch.num_targets_from(1 + depth).to(self.context.device, non_blocking=True)
-            for depth in range(1 + planned.lookahead)
+            for depth in range(1 + planned.mtp_depths)
         )
         return BatchTotals(
             tokens=sum(planned.plan.lengths),
             sequences=len(planned.plan.lengths),
             targets=targets,
-            targets_ahead=tuple(ahead),
+            mtp_targets=tuple(mtp_targets),
         )
 
     def _steps(self, plan: Plan) -> list[tuple[Step, bool]]:
@@ -425,7 +425,7 @@ class DynamicCPEngine:
 def _empty(micro_batch: MicroBatch) -> None:
     """Leaves nothing in a micro-batch that counts: no target, and no token for a router."""
     micro_batch.is_filler = True
-    for labels in (micro_batch.labels, *(ahead.labels for ahead in micro_batch.ahead)):
+    for labels in (micro_batch.labels, *(mtp.labels for mtp in micro_batch.mtp)):
         labels.fill_(IGNORE_INDEX)
     micro_batch.loss_mask.fill_(False)
     micro_batch.padding_mask.fill_(True)

@@ -47,7 +47,7 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
         padding_mask: Tensor | None = None,
     ) -> tuple[Any, ...]:
         assert packed_seq_params is not None
-        ids = packed_seq_params.ahead[self.layer_number - 1].input_ids
+        ids = packed_seq_params.mtp[self.layer_number - 1].input_ids
         decoder_input = embedding(input_ids=ids[None], position_ids=position_ids)
         return input_ids, position_ids, padding_mask, decoder_input, hidden_states
 
@@ -102,11 +102,11 @@ class MTPModel(GPTModel):
         **unused: Any,
     ) -> Tensor:
         depths = self.config.mtp_num_layers
-        if len(packed_seq_params.ahead) != depths:
+        if len(packed_seq_params.mtp) != depths:
             raise RuntimeError(
                 f"The model has mtp_num_layers={depths}, and the micro-batch carries tokens for "
-                f"{len(packed_seq_params.ahead)} depths. Prepare the batch with "
-                f"engine.prepare(..., lookahead={depths})."
+                f"{len(packed_seq_params.mtp)} depths. Prepare the batch with "
+                f"engine.prepare(..., mtp_depths={depths})."
             )
         states = self.mtp(
             input_ids=None,
@@ -134,8 +134,8 @@ class MTPModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         losses = []
-        for hidden, ahead, num_targets in zip(
-            of_depths, sequences.ahead, sequences.batch_totals.targets_ahead, strict=True
+        for hidden, targets, num_targets in zip(
+            of_depths, sequences.mtp, sequences.batch_totals.mtp_targets, strict=True
         ):
             if self.config.sequence_parallel:
                 hidden = gather_from_sequence_parallel_region(
@@ -144,7 +144,7 @@ class MTPModel(GPTModel):
             loss = linear_cross_entropy(
                 hidden[:, 0],
                 weight,
-                ahead.labels,
+                targets.labels,
                 tp_group=tp_group if tp_group.size() > 1 else None,
                 vocab_size=self.real_vocab_size,
             )

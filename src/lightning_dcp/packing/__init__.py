@@ -4,8 +4,8 @@ from lightning_dcp.packing.batch import IGNORE_INDEX, GlobalBatch, read_global_b
 from lightning_dcp.packing.jagged import Jagged, is_jagged, read_jagged
 from lightning_dcp.packing.layout import PackLayout
 from lightning_dcp.packing.micro_batch import (
-    Ahead,
     MicroBatch,
+    MTPTargets,
     PackedSequences,
     pack_micro_batch,
 )
@@ -13,9 +13,9 @@ from lightning_dcp.packing.unpack import UnpackedSamples, to_jagged, unpack_rows
 
 __all__ = [
     "IGNORE_INDEX",
-    "Ahead",
     "GlobalBatch",
     "Jagged",
+    "MTPTargets",
     "MicroBatch",
     "PackLayout",
     "PackedSequences",

@@ -36,7 +36,7 @@ class PackedSequences:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class MTPTargets:
     """What multi-token prediction reads at one depth: ids and labels some tokens further on.
 
     Attributes:
@@ -73,7 +73,7 @@ class MicroBatch:
         target_extras: Those of them that were asked for, of each row's target: the value that a
             per-token one has at the next token, as ``labels``, or that of the row's sample;
             ``[rows, ...]``, 0 where the row has no target.
-        ahead: For each depth of multi-token prediction, from 1 on, what it reads.
+        mtp: For each depth of multi-token prediction, from 1 on, what it reads.
         layout: The host's view of all of this.
         is_filler: Whether it only fills up a pipeline's group: nothing in it counts, and the engine
             takes its loss for zero.
@@ -91,7 +91,7 @@ class MicroBatch:
     is_group_leader: bool
     extras: dict[str, Tensor] = field(default_factory=dict)
     target_extras: dict[str, Tensor] = field(default_factory=dict)
-    ahead: tuple[Ahead, ...] = ()
+    mtp: tuple[MTPTargets, ...] = ()
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
     is_filler: bool = False
 
@@ -108,7 +108,7 @@ class MicroBatch:
                 setattr(owner, each.name, move(getattr(owner, each.name)))
         self.extras = {key: move(value) for key, value in self.extras.items()}
         self.target_extras = {key: move(value) for key, value in self.target_extras.items()}
-        self.ahead = tuple(Ahead(move(one.input_ids), move(one.labels)) for one in self.ahead)
+        self.mtp = tuple(MTPTargets(move(one.input_ids), move(one.labels)) for one in self.mtp)
         return self
 
 
@@ -121,7 +121,7 @@ def pack_micro_batch(
     tp_size: int = 1,
     target_extras: Iterable[str] = (),
     padding: PackPadding = TIGHT,
-    lookahead: int = 0,
+    mtp_depths: int = 0,
 ) -> MicroBatch:
     """Packs samples of a global batch and cuts out the rows of one CP rank.
 
@@ -136,7 +136,7 @@ def pack_micro_batch(
         tp_size: Tensor-parallel size, which the padding respects.
         target_extras: Keys of ``batch.extras`` that are wanted for each row's target too.
         padding: How the pack is filled up beyond its sequences, with padding at its end.
-        lookahead: Depths of multi-token prediction that ``MicroBatch.ahead`` is wanted for.
+        mtp_depths: Depths of multi-token prediction that ``MicroBatch.mtp`` is wanted for.
 
     Returns:
         The micro-batch, on the device of the batch.
@@ -173,7 +173,7 @@ def pack_micro_batch(
         is_group_leader=cp_rank == 0,
         extras={key: pick.extra(value) for key, value in batch.extras.items()},
         target_extras={key: pick.of_target(batch.extras[key], loss_mask) for key in target_extras},
-        ahead=tuple(pick.ahead(batch, depth) for depth in range(1, lookahead + 1)),
+        mtp=tuple(pick.mtp_targets(batch, depth) for depth in range(1, mtp_depths + 1)),
         layout=layout,
     )
 
@@ -234,13 +234,13 @@ class _RowPicker:
         no_target = ~loss_mask.to(rows.device)
         return rows.masked_fill_(no_target.view(-1, *[1] * (rows.dim() - 1)), 0)
 
-    def ahead(self, batch: GlobalBatch, depth: int) -> Ahead:
+    def mtp_targets(self, batch: GlobalBatch, depth: int) -> MTPTargets:
         """Ids ``depth`` tokens on and labels one more, read from the whole sequences."""
         labels = self._shifted(batch.labels, depth + 1, fill=IGNORE_INDEX)
         if batch.loss_mask is not None:
             is_target = self._shifted(batch.loss_mask, depth + 1, fill=0).bool()
             labels = labels.masked_fill_(~is_target, IGNORE_INDEX)
-        return Ahead(self._shifted(batch.input_ids, depth, fill=0), labels)
+        return MTPTargets(self._shifted(batch.input_ids, depth, fill=0), labels)
 
     def _shifted(self, jagged: Jagged, shift: int, *, fill: int) -> Tensor:
         """int64: the value ``shift`` tokens after each row's own; ``fill`` past the end."""

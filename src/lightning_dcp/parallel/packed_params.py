@@ -24,7 +24,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
-from lightning_dcp.packing import Ahead, MicroBatch, PackLayout
+from lightning_dcp.packing import MicroBatch, MTPTargets, PackLayout
 from lightning_dcp.parallel.groups import DynamicCPGroups
 from lightning_dcp.parallel.routes import BoundRoutes
 
@@ -37,13 +37,13 @@ class BatchTotals:
         tokens: Real tokens.
         sequences: Samples.
         targets: Target tokens, by which the engine divides; a number or a scalar tensor.
-        targets_ahead: The same of each depth of multi-token prediction.
+        mtp_targets: The same of each depth of multi-token prediction.
     """
 
     tokens: int
     sequences: int
     targets: Tensor | int
-    targets_ahead: tuple[Tensor | int, ...] = ()
+    mtp_targets: tuple[Tensor | int, ...] = ()
 
 
 @dataclass
@@ -54,14 +54,14 @@ class BoundSequences(PackedSeqParams):
         layout: The host's view of the pack.
         batch_totals: Of the global batch that the micro-batch is part of.
         max_rows_of_step: The most rows that any rank has in this step of the plan.
-        ahead: For each depth of multi-token prediction, what it reads of this rank's rows.
+        mtp: For each depth of multi-token prediction, what it reads of this rank's rows.
         routes: What routers take from the batch and what they leave for predictions.
     """
 
     layout: PackLayout = field(default_factory=lambda: PackLayout((1,)))
     batch_totals: BatchTotals = field(default_factory=lambda: BatchTotals(1, 1, 1))
     max_rows_of_step: int = 0
-    ahead: tuple[Ahead, ...] = ()
+    mtp: tuple[MTPTargets, ...] = ()
     routes: BoundRoutes = field(default_factory=BoundRoutes)
     _on_device: dict[str, Tensor] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ def bind_micro_batch(
         layout=layout,
         batch_totals=batch_totals or _totals_of(micro_batch),
         max_rows_of_step=max_rows_of_step or layout.num_rows,
-        ahead=micro_batch.ahead,
+        mtp=micro_batch.mtp,
         routes=routes or BoundRoutes(),
     )
     return micro_batch
@@ -137,12 +137,12 @@ def bind_micro_batch(
 def _totals_of(micro_batch: MicroBatch) -> BatchTotals:
     """Of a micro-batch by itself, as if every token were a target."""
     lengths = micro_batch.layout.lengths
-    depths = range(1, len(micro_batch.ahead) + 1)
+    depths = range(1, len(micro_batch.mtp) + 1)
     return BatchTotals(
         tokens=sum(lengths),
         sequences=len(lengths),
         targets=sum(lengths),
-        targets_ahead=tuple(sum(max(n - depth, 0) for n in lengths) for depth in depths),
+        mtp_targets=tuple(sum(max(n - depth, 0) for n in lengths) for depth in depths),
     )
 
 

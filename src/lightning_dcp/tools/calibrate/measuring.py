@@ -225,7 +225,7 @@ class _Stopwatch:
             cp_size=cp_size,
             cp_rank=cp_rank,
             tp_size=self.measuring.tp_size,
-            lookahead=config.mtp_num_layers,
+            mtp_depths=config.mtp_num_layers,
         )
         micro_batch.to(context.device, non_blocking=True)
         micro_batch = bind_micro_batch(micro_batch, context.cp_groups)

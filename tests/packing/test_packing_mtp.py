@@ -10,7 +10,7 @@ from packing_reference import Case, cases, nested
 from lightning_dcp.packing import IGNORE_INDEX, pack_micro_batch, read_global_batch
 
 
-def pack(case: Case, batch, lookahead: int):
+def pack(case: Case, batch, mtp_depths: int):
     return [
         pack_micro_batch(
             batch,
@@ -19,7 +19,7 @@ def pack(case: Case, batch, lookahead: int):
             cp_rank=rank,
             tp_size=case.tp_size,
             padding=case.padding,
-            lookahead=lookahead,
+            mtp_depths=mtp_depths,
         )
         for rank in range(case.cp_size)
     ]
@@ -31,17 +31,17 @@ def at(sequence, position: int, *, fill: int) -> int:
 
 def check(case: Case, batch, tokens, labels, depths: int) -> None:
     for rank, micro_batch in enumerate(pack(case, batch, depths)):
-        assert len(micro_batch.ahead) == depths
-        for depth, ahead in enumerate(micro_batch.ahead, start=1):
+        assert len(micro_batch.mtp) == depths
+        for depth, targets in enumerate(micro_batch.mtp, start=1):
             rows = case.rows(rank)
-            assert ahead.input_ids.tolist() == [
+            assert targets.input_ids.tolist() == [
                 at(tokens[sample], position + depth, fill=0) for sample, position in rows
             ]
-            assert ahead.labels.tolist() == [
+            assert targets.labels.tolist() == [
                 at(labels[sample], position + depth + 1, fill=IGNORE_INDEX)
                 for sample, position in rows
             ]
-            assert ahead.input_ids.dtype == ahead.labels.dtype == torch.int64
+            assert targets.input_ids.dtype == targets.labels.dtype == torch.int64
 
 
 @settings(deadline=None)
@@ -78,14 +78,14 @@ def test_boundaries_are_the_padded_ones():
     batch = read_global_batch(
         {"input_ids": nested([torch.tensor([11, 12, 13]), torch.tensor([21, 22])])}
     )
-    whole = pack_micro_batch(batch, [0, 1], tp_size=4, lookahead=2)
+    whole = pack_micro_batch(batch, [0, 1], tp_size=4, mtp_depths=2)
     assert whole.input_ids.tolist() == [11, 12, 13, 0, 21, 22, 0, 0]
-    assert whole.ahead[0].input_ids.tolist() == [12, 13, 0, 0, 22, 0, 0, 0]
-    assert whole.ahead[1].input_ids.tolist() == [13, 0, 0, 0, 0, 0, 0, 0]
-    assert whole.ahead[0].labels.tolist() == [13] + [IGNORE_INDEX] * 7
+    assert whole.mtp[0].input_ids.tolist() == [12, 13, 0, 0, 22, 0, 0, 0]
+    assert whole.mtp[1].input_ids.tolist() == [13, 0, 0, 0, 0, 0, 0, 0]
+    assert whole.mtp[0].labels.tolist() == [13] + [IGNORE_INDEX] * 7
     # Rank 0 of two has chunks 0 and 3 of each sequence, rank 1 those between.
     first, second = (
-        pack_micro_batch(batch, [0, 1], cp_size=2, cp_rank=rank, lookahead=1).ahead[0]
+        pack_micro_batch(batch, [0, 1], cp_size=2, cp_rank=rank, mtp_depths=1).mtp[0]
         for rank in range(2)
     )
     assert first.input_ids.tolist() == [12, 0, 22, 0]
@@ -94,4 +94,4 @@ def test_boundaries_are_the_padded_ones():
 
 def test_without_depths_there_is_nothing():
     batch = read_global_batch({"input_ids": nested([torch.arange(5)])})
-    assert pack_micro_batch(batch, [0]).ahead == ()
+    assert pack_micro_batch(batch, [0]).mtp == ()
