@@ -29,11 +29,12 @@ from lightning_dcp.planning import (
 from lightning_dcp.planning.cost.calibration_file import Calibration
 from lightning_dcp.precision import MegatronPrecision
 from lightning_dcp.tools.calibrate.measuring import Cell, Measuring, grid, measure
+from lightning_dcp.tools.calibrate.plot import plot_calibration
 from lightning_dcp.tools.calibrate.processes import run_on, started_by_launcher
 from lightning_dcp.tools.models import ModelOptions
 from lightning_dcp.tools.options import parse_options
-from lightning_dcp.tools.plan.figures import aligned
-from lightning_dcp.tools.plots import check_plot, plot_calibration
+from lightning_dcp.tools.plots import check_plot
+from lightning_dcp.tools.tables import aligned
 
 _DESCRIPTION = (
     "Times micro-batches of your model on this machine, forward and backward, and fits the cost "
