@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections import deque
-from pathlib import Path
 from typing import Any, override
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -78,81 +74,6 @@ class StepReport(Callback):
             f"{len(self._last)} steps {last:.4f}",
             flush=True,
         )
-
-
-class StepTimes(Callback):
-    """Writes the time, tokens, loss and CP sizes of every training step to a JSON file.
-
-    A step's time runs from the end of the step before, so that data, logging and other callbacks
-    count; on a GPU the device is waited for, which this callback is alone in doing.
-
-    Args:
-        path: The file; written beside and renamed when training ends.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._records: list[dict[str, Any]] = []
-        self._end = 0.0
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._records = []
-        self._end = _now()
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        before, self._end = self._end, _now()
-        if not isinstance(pl_module, DynamicCPModule) or pl_module.last_step is None:
-            return
-        step = pl_module.last_step
-        self._records.append(
-            {
-                "step": trainer.global_step,
-                "seconds": self._end - before,
-                "tokens": int(step.num_tokens),
-                "sequence_tokens": step.plan.num_tokens,
-                "loss": float(step.loss),
-                "cp_sizes": step.plan.cp_sizes(),
-            }
-        )
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            path = Path(self.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_name(path.name + ".part")
-            beside.write_text(json.dumps(self._records))
-            beside.replace(path)
-
-
-class SaveAtEnd(Callback):
-    """Saves a checkpoint when training ends, whatever else the Trainer saves.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 @rank_zero_only

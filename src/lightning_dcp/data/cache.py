@@ -16,6 +16,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from lightning_dcp.config.files import whole_file
 from lightning_dcp.data.documents import Document, file_state, read_documents
 from lightning_dcp.data.tokenizers import Tokenizer
 
@@ -135,7 +136,8 @@ def load_or_build(
         try:
             _build(source, tokenizer, folder, progress=progress)
         except ValueError as error:
-            _write_atomically(fault_file, str(error))
+            with whole_file(fault_file) as file:
+                file.write_text(str(error))
             raise
     cache = open_cache(folder)
     if cache is None:
@@ -242,9 +244,3 @@ def _make_writable(root: Path) -> None:
 
 def _few(files: Sequence[str]) -> str:
     return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
-
-
-def _write_atomically(file: Path, text: str) -> None:
-    scratch = file.with_name(f"{file.name}.{os.getpid()}")
-    scratch.write_text(text)
-    os.replace(scratch, file)

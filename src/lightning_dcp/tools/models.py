@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from lightning_dcp.model import ModelConfig, MoEConfig
-from lightning_dcp.planning import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
+from lightning_dcp.config.model import ModelConfig
+from lightning_dcp.config.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
+from lightning_dcp.config.moe import MoEConfig
+from lightning_dcp.tools.fit_config import FitConfig
 
 PRESETS = {"8b": LLAMA_8B, "30b-a3b": QWEN3_30B_A3B}
 
@@ -29,18 +31,24 @@ class ModelOptions:
         if self.model is not None and self.model_config is not None:
             raise ValueError(f"model={self.model!r} and model_config: give only one of the two")
 
-    def sizes(self) -> ModelSizes | None:
-        """The model's sizes, or None if no model is given.
+    @cached_property
+    def _found(self) -> ModelSizes | ModelConfig | FitConfig | None:
+        return self.model_config if self.model is None else _read(self.model)
+
+    def fit_config(self) -> FitConfig | None:
+        """The config of ``fit`` that ``model`` names, or None if it is something else.
 
         Raises:
             ValueError: ``model`` names no preset and no file that describes a model.
         """
-        if self.model_config is not None:
-            return self.model_config.sizes
-        if self.model is None:
-            return None
-        found = _read(self.model)
-        return found.sizes if isinstance(found, ModelConfig) else found
+        return self._found if isinstance(self._found, FitConfig) else None
+
+    def sizes(self) -> ModelSizes | None:
+        """The model's sizes, or None if no model is given; raises as :meth:`fit_config`."""
+        found = self._found
+        if found is None or isinstance(found, ModelSizes):
+            return found
+        return (found.model if isinstance(found, FitConfig) else found).sizes
 
     def config(self) -> ModelConfig:
         """The config of a model to build.
@@ -48,15 +56,15 @@ class ModelOptions:
         Raises:
             ValueError: No model is given, or some of its layers have experts and some have not.
         """
-        if self.model_config is not None:
-            return self.model_config
-        if self.model is None:
+        found = self._found
+        if found is None:
             raise ValueError("which model? Give model or model_config, see --help")
-        found = _read(self.model)
-        return found if isinstance(found, ModelConfig) else _config_of(self.model, found)
+        if isinstance(found, ModelSizes):
+            return _config_of(str(self.model), found)
+        return found.model if isinstance(found, FitConfig) else found
 
 
-def _read(model: str) -> ModelSizes | ModelConfig:
+def _read(model: str) -> ModelSizes | FitConfig:
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model).expanduser()
@@ -75,22 +83,10 @@ def _read(model: str) -> ModelSizes | ModelConfig:
     if not isinstance(content, dict):
         raise ValueError(f"model={model!r}: {path} holds a {type(content).__name__}, no mapping")
     try:
-        if path.suffix == ".json":
-            return ModelSizes.from_hf_config(content)
-        return ModelConfig(**_model_of_fit(content))
+        is_json = path.suffix == ".json"
+        return ModelSizes.from_hf_config(content) if is_json else FitConfig(content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"model={model!r}: {path}: {error}") from error
-
-
-def _model_of_fit(content: dict[str, Any]) -> dict[str, Any]:
-    """The ModelConfig of a config of ``fit``: ``model.init_args.model``."""
-    found: Any = content
-    for key in ("model", "init_args", "model"):
-        found = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(found, dict):
-        raise ValueError("there is no model.init_args.model, the sizes of a DynamicCPModule")
-    experts = found.get("moe")
-    return {**found, "moe": MoEConfig(**experts)} if isinstance(experts, dict) else found
 
 
 def _config_of(model: str, sizes: ModelSizes) -> ModelConfig:

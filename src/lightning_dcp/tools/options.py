@@ -8,6 +8,9 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+# Flags: given without a value they mean true.
+_BOOLS = ("bool", "bool | None")
+
 
 def parse_options(
     args: Sequence[str], *, command: str, description: str, classes: Sequence[type]
@@ -32,7 +35,7 @@ def parse_options(
     parser.add_argument("--config", action="config", help="YAML file that holds options.")
     for cls in classes:
         parser.add_class_arguments(cls)
-    flags = {f"--{f.name}" for cls in classes for f in fields(cls) if f.type == "bool"}
+    flags = {f"--{f.name}" for cls in classes for f in fields(cls) if f.type in _BOOLS}
     values = parser.instantiate(parser.parse_args(_with_values(args, flags)))
     return [cls(**{field.name: values[field.name] for field in fields(cls)}) for cls in classes]
 

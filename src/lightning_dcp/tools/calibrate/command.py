@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from lightning_dcp.config.checks import check_at_least
-from lightning_dcp.model import ModelConfig
+from lightning_dcp.config.files import whole_file
+from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.parallel import ParallelSizes
 from lightning_dcp.planning import (
     CPU,
@@ -28,12 +29,12 @@ from lightning_dcp.planning import (
 from lightning_dcp.planning.cost.calibration_file import Calibration
 from lightning_dcp.precision import MegatronPrecision
 from lightning_dcp.tools.calibrate.measuring import Cell, Measuring, grid, measure
+from lightning_dcp.tools.calibrate.plot import plot_calibration
 from lightning_dcp.tools.calibrate.processes import run_on, started_by_launcher
-from lightning_dcp.tools.files import write_whole
 from lightning_dcp.tools.models import ModelOptions
 from lightning_dcp.tools.options import parse_options
-from lightning_dcp.tools.plan.figures import aligned
-from lightning_dcp.tools.plots import check_plot, plot_calibration
+from lightning_dcp.tools.plots import check_plot
+from lightning_dcp.tools.tables import aligned
 
 _DESCRIPTION = (
     "Times micro-batches of your model on this machine, forward and backward, and fits the cost "
@@ -155,7 +156,8 @@ def main(args: Sequence[str]) -> None:
             "other processes on the machine, more --repeats, or a larger model"
         )
     text = result.calibration.to_json()
-    write_whole(options.output, lambda file: file.write_text(text, encoding="utf-8"))
+    with whole_file(options.output) as file:
+        file.write_text(text, encoding="utf-8")
     print(f"\nwritten: {options.output}, for plan --calibration and DynamicCPStrategy(cost_model=)")
     if options.plot is not None:
         _plot(options.plot, result)

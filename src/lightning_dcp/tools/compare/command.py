@@ -15,13 +15,13 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentParser
 
+from lightning_dcp.config.files import whole_file
 from lightning_dcp.tools.compare.comparison import (
     Comparison,
     TimedStep,
     compare_steps,
     describe,
 )
-from lightning_dcp.tools.files import write_whole
 from lightning_dcp.tools.plots import check_plot
 
 Mode = Literal["static", "dynamic"]
@@ -134,7 +134,7 @@ class _Runner:
     def make_checkpoint(self) -> str:
         """One step from the initial weights, so that both kinds resume alike."""
         path = self._folder / "start.ckpt"
-        save = ["--trainer.callbacks+=lightning_dcp.callbacks.SaveAtEnd"]
+        save = ["--trainer.callbacks+=lightning_dcp.tools.compare.callbacks.SaveAtEnd"]
         self._fit("start", 1, [*save, f"--trainer.callbacks.path={path}"])
         return str(path)
 
@@ -154,7 +154,7 @@ class _Runner:
             overrides.append(f"{strategy}.planner=null")
             overrides.append(f"{strategy}.context_parallel_size={self._static_size}")
         overrides += [
-            "--trainer.callbacks+=lightning_dcp.callbacks.StepTimes",
+            "--trainer.callbacks+=lightning_dcp.tools.compare.callbacks.StepTimes",
             f"--trainer.callbacks.path={times}",
             f"--ckpt_path={ckpt_path}",
         ]
@@ -215,4 +215,5 @@ def _write_json(path: str, comparison: Comparison, runs: dict[Mode, list[list[Ti
             for mode, rounds in runs.items()
         },
     }
-    write_whole(path, lambda file: file.write_text(json_module.dumps(content, indent=1)))
+    with whole_file(path) as file:
+        file.write_text(json_module.dumps(content, indent=1))

@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from lightning_dcp.tools.compare.comparison import Comparison, Runs
-from lightning_dcp.tools.files import write_whole
+from lightning_dcp.tools.plots import new_figure, save_figure
 
 
 def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: str) -> None:
@@ -19,15 +19,13 @@ def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: s
         dynamic: For each round, those of the dynamic run.
         path: Where to write it, beside and renamed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = new_figure(9.0, 6.0)
     times, sizes = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     _draw_times(times, static, dynamic)
     ratio = "different tokens, no ratio" if comparison.ratio is None else f"{comparison.ratio:.3f}x"
     times.set_title(f"Static against dynamic context parallelism: {ratio}")
     _draw_sizes(sizes, dynamic)
-    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    save_figure(figure, path)
 
 
 def _draw_times(axes: Any, static: Runs, dynamic: Runs) -> None:

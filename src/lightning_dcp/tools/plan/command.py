@@ -10,16 +10,16 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_dcp.config.checks import check_at_least
-from lightning_dcp.config.padding import PackPadding, longest_that_fits
-from lightning_dcp.planning import Execution, Plan, has_megatron_scheduler
-from lightning_dcp.tools.files import write_whole
+from lightning_dcp.config.files import whole_file
+from lightning_dcp.config.padding import longest_that_fits
+from lightning_dcp.planning import Plan, has_megatron_scheduler
 from lightning_dcp.tools.options import parse_options
-from lightning_dcp.tools.plan.costs import GIB, CostOptions, Costs
-from lightning_dcp.tools.plan.figures import LEGEND, Figures, Setting, table
 from lightning_dcp.tools.plan.lengths import Batches, LengthOptions, read_batches
-from lightning_dcp.tools.plan.splits import holding_sizes
+from lightning_dcp.tools.plan.plot import plot_first_plans
+from lightning_dcp.tools.plan.results import LEGEND, PlannerResult, table
+from lightning_dcp.tools.plan.run import GIB, Run, RunOptions, static_cp_sizes
 from lightning_dcp.tools.plan.suggest import Suggestion, suggest
-from lightning_dcp.tools.plots import check_plot, plot_plans
+from lightning_dcp.tools.plots import check_plot
 
 FORMAT_VERSION = 1
 _DESCRIPTION = (
@@ -28,42 +28,7 @@ _DESCRIPTION = (
 )
 # A progress bar from so many samples on.
 _MANY = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolOptions:
-    """The pool of ranks."""
-
-    num_ranks: int
-    """Ranks of the DPxCP pool: devices / (tensor parallel x pipeline parallel size)."""
-    max_seqlen_per_dp_cp_rank: int
-    """The most rows (tokens, padding included) that a rank holds of one micro-batch."""
-    tp_size: int = 1
-    """Tensor-parallel size."""
-    context_parallel_size: int | None = None
-    """CP size of the static run to compare with; none for the smallest that holds every sample."""
-    pad_to_length: int | None = None
-    """Rows of a rank that every micro-batch is padded to."""
-    pad_to_length_bucket: int | None = None
-    """Number that the rows of a micro-batch are rounded up to a multiple of."""
-    execution: Execution | None = None
-    """lockstep: a step lasts as long as its slowest rank, as under pipeline and expert parallelism;
-    free_running: only the members of a group wait for each other; none for what the engine plans
-    for: free_running, or lockstep with a pipeline- or expert-parallel size above 1."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_ranks", "max_seqlen_per_dp_cp_rank", "tp_size"):
-            check_at_least(name, getattr(self, name))
-        if self.context_parallel_size is not None:
-            check_at_least("context_parallel_size", self.context_parallel_size)
-        self.padding.check_cap(self.max_seqlen_per_dp_cp_rank, self.num_ranks, self.tp_size)
-
-    @property
-    def padding(self) -> PackPadding:
-        """How packs are padded."""
-        return PackPadding(
-            pad_to_length=self.pad_to_length, pad_to_length_bucket=self.pad_to_length_bucket
-        )
+_PICTURED = ("static", "balanced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,150 +63,110 @@ def main(args: Sequence[str]) -> None:
         ValueError: The user gave something that cannot work.
         ModuleNotFoundError: An option needs a package that is not installed.
     """
-    pool, lengths, cost, output = parse_options(
+    options, lengths, output = parse_options(
         args,
         command="plan",
         description=_DESCRIPTION,
-        classes=(PoolOptions, LengthOptions, CostOptions, OutputOptions),
+        classes=(RunOptions, LengthOptions, OutputOptions),
     )
-    costs = Costs.read(cost)
-    cap = pool.max_seqlen_per_dp_cp_rank
-    costs.check_cap(cap, pool.tp_size, pool.num_ranks)
-    longest = longest_that_fits(cap, pool.num_ranks, pool.tp_size, pool.padding)
+    run = Run.read(options)
+    run.check_memory()
+    sizes = run.sizes
+    longest = longest_that_fits(
+        run.cap, sizes.dp_cp_size, sizes.tensor_model_parallel_size, run.padding
+    )
     batches = read_batches(lengths, longest=longest)
-    figures = compare_planners(pool, batches, costs)
-    print(_report(pool, batches, costs, figures))
+    results = compare_planners(run, batches)
+    print(_report(run, batches, results))
     suggestion = None
     if output.suggest:
-        suggestion = suggest(
-            costs,
-            batches,
-            num_ranks=pool.num_ranks,
-            tp_size=pool.tp_size,
-            tp_sizes=output.suggest_tp_sizes or [pool.tp_size],
-            cap=cap,
-            execution=_execution(pool, costs),
-            padding=pool.padding,
-        )
+        suggestion = suggest(run, batches, output.suggest_tp_sizes)
         print(f"\n{suggestion.text()}")
     if output.plot is not None:
-        _plot(output.plot, figures)
+        plot_first_plans(output.plot, [one for one in results if one.planner in _PICTURED])
     if output.json is not None:
-        text = json.dumps(_values(pool, batches, costs, figures, suggestion), indent=1)
-        write_whole(output.json, lambda file: file.write_text(text + "\n", encoding="utf-8"))
+        text = json.dumps(_values(run, batches, results, suggestion), indent=1)
+        with whole_file(output.json) as file:
+            file.write_text(text + "\n", encoding="utf-8")
 
 
-def compare_planners(pool: PoolOptions, batches: Batches, costs: Costs) -> list[Figures]:
-    """Plans every batch with every planner that is there; the figures of ``static`` come first.
-
-    Args:
-        pool: The pool.
-        batches: The global batches.
-        costs: Gives the cost model.
+def compare_planners(run: Run, batches: Batches) -> list[PlannerResult]:
+    """Plans every batch with every planner that is there; the result of ``static`` comes first.
 
     Raises:
         ValueError: ``context_parallel_size`` does not divide the pool or hold the longest sample.
     """
-    static_size = pool.context_parallel_size or min(
-        holding_sizes(
-            int(batches.lengths.max()),
-            num_ranks=pool.num_ranks,
-            cap=pool.max_seqlen_per_dp_cp_rank,
-            tp_size=pool.tp_size,
-            padding=pool.padding,
-        )
+    static_size = run.options.context_parallel_size or min(
+        static_cp_sizes(int(batches.lengths.max()), run.settings("static", context_parallel_size=1))
     )
     planners = ["static", "longest_sequence", "balanced"]
     if has_megatron_scheduler():
         planners.append("megatron")
-    figures = [
-        Figures(
-            setting=Setting(
-                planner=planner,
-                num_ranks=pool.num_ranks,
-                cap=pool.max_seqlen_per_dp_cp_rank,
-                tp_size=pool.tp_size,
-                context_parallel_size=static_size if planner == "static" else None,
-                cost_model=costs.cost_model(pool.tp_size),
-                execution=_execution(pool, costs),
-                padding=pool.padding,
-            )
-        )
+    results = [
+        PlannerResult(settings=run.settings(planner, context_parallel_size=static_size))
         for planner in planners
     ]
     hidden = len(batches.lengths) < _MANY
     for index in tqdm(range(len(batches)), desc="Planning", unit="batch", disable=hidden):
-        for one in figures:
+        for one in results:
             one.add(batches[index])
-    return figures
+    return results
 
 
-def _execution(pool: PoolOptions, costs: Costs) -> Execution:
-    return pool.execution or costs.options.execution
-
-
-def _report(pool: PoolOptions, batches: Batches, costs: Costs, figures: Sequence[Figures]) -> str:
-    lengths = batches.lengths
-    tp = f", tensor parallel {pool.tp_size}" if pool.tp_size > 1 else ""
+def _report(run: Run, batches: Batches, results: Sequence[PlannerResult]) -> str:
+    lengths, padding, settings = batches.lengths, run.padding, results[0].settings
     planned = (
         f"planned: {len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, mean "
         f"{lengths.mean():,.0f}, in {len(batches):,} global batches of "
         f"{batches.global_batch_size:,}"
     )
-    of_pool = (
-        f"pool: {pool.num_ranks} DPxCP ranks, max_seqlen_per_dp_cp_rank="
-        f"{pool.max_seqlen_per_dp_cp_rank}{tp}, {_execution(pool, costs)}"
+    pool = (
+        f"pool: {settings.num_ranks} DPxCP ranks, max_seqlen_per_dp_cp_rank={run.cap}"
+        f"{f', tensor parallel {settings.tp_size}' if settings.tp_size > 1 else ''}, "
+        f"{settings.execution}"
     )
-    if not pool.padding.is_tight:
-        of_pool += f", rows padded to {pool.pad_to_length or pool.pad_to_length_bucket}"
-        of_pool += "" if pool.pad_to_length else " or a multiple"
-    notes = [f"note: {note}" for note in costs.notes(pool.num_ranks)]
-    model = f"model: {costs.describe()}"
+    if padding.pad_to_length or padding.pad_to_length_bucket:
+        pool += f", rows padded to {padding.pad_to_length or padding.pad_to_length_bucket}"
+        pool += "" if padding.pad_to_length else " or a multiple"
+    pool += ", padded for fp8" if padding.fp8 else ""
+    pool += f", fit plans with {run.planner}" if run.planner is not None else ""
     memory = (
-        f"memory: {costs.state_bytes(pool.tp_size, pool.num_ranks) / GIB:.1f} GiB a device for "
-        f"weights, gradients and optimizer states, of {costs.memory_bytes / GIB:.1f}"
+        f"memory: {run.state_bytes(settings) / GIB:.1f} GiB a device for weights, gradients and "
+        f"optimizer states, of {run.memory_bytes / GIB:.1f}"
     )
-    head = [f"lengths: {batches.counts}", planned, of_pool, model, memory, *notes]
-    return "\n".join([*head, "", table(figures), "", LEGEND])
-
-
-def _plot(path: str, figures: Sequence[Figures]) -> None:
-    by_name = {one.setting.planner: one for one in figures}
-    shown = (by_name["static"], by_name["balanced"])
-    plans = [(one.setting.label, one.first_plan) for one in shown if one.first_plan is not None]
-    setting = shown[0].setting
-    plot_plans(path, plans, setting.cost_model, setting.execution)
+    notes = [f"note: {note}" for note in run.notes()]
+    head = [f"lengths: {batches.counts}", planned, pool, f"model: {run.describe()}", memory, *notes]
+    return "\n".join([*head, "", table(results), "", LEGEND])
 
 
 def _values(
-    pool: PoolOptions,
+    run: Run,
     batches: Batches,
-    costs: Costs,
-    figures: Sequence[Figures],
+    results: Sequence[PlannerResult],
     suggestion: Suggestion | None,
 ) -> dict[str, Any]:
+    settings = results[0].settings
     return {
         "format_version": FORMAT_VERSION,
-        "num_ranks": pool.num_ranks,
-        "max_seqlen_per_dp_cp_rank": pool.max_seqlen_per_dp_cp_rank,
-        "tp_size": pool.tp_size,
-        "pad_to_length": pool.pad_to_length,
-        "pad_to_length_bucket": pool.pad_to_length_bucket,
-        "execution": _execution(pool, costs),
-        "model": costs.model.fingerprint,
+        "num_ranks": settings.num_ranks,
+        "max_seqlen_per_dp_cp_rank": run.cap,
+        "tp_size": settings.tp_size,
+        "pad_to_length": run.padding.pad_to_length,
+        "pad_to_length_bucket": run.padding.pad_to_length_bucket,
+        "fp8": run.padding.fp8,
+        "execution": settings.execution,
+        "model": run.model.fingerprint,
         "num_batches": len(batches),
         "global_batch_size": batches.global_batch_size,
         "num_samples": len(batches.lengths),
         "num_tokens": int(batches.lengths.sum()),
         "lengths": str(batches.counts),
-        "planners": [one.values(figures[0]) for one in figures],
+        "planners": [one.values(results[0]) for one in results],
         "suggestion": None if suggestion is None else suggestion.values(),
         "first_batch": {
             "lengths": batches[0].tolist(),
             "plans": {
-                one.setting.planner: _steps(one.first_plan)
-                for one in figures
-                if one.first_plan is not None
+                one.planner: _steps(one.first_plan) for one in results if one.first_plan is not None
             },
         },
     }

@@ -9,14 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.config.checks import check_at_least
-from lightning_dcp.data import (
-    DocumentCounts,
-    LengthDistribution,
-    LengthTable,
-    TextDataModule,
-    read_length_file,
-)
-from lightning_dcp.data.pieces import LongDocuments, cut_documents
+from lightning_dcp.data.lengths import LengthDistribution, LengthTable, read_length_file
+from lightning_dcp.data.pieces import DocumentCounts, LongDocuments, cut_documents
 
 _MOST_SEQUENCES = 2**27  # one GiB of lengths
 
@@ -152,6 +146,9 @@ def _source(options: LengthOptions) -> LengthTable | LengthDistribution:
     if options.length_file is not None:
         return read_length_file(options.length_file)
     assert options.data is not None
+    # Here alone: it loads torch and Lightning.
+    from lightning_dcp.data.text import TextDataModule
+
     data = TextDataModule(
         options.data,
         text_field=options.text_field,

@@ -8,12 +8,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_dcp.config.padding import TIGHT, PackPadding, rows_per_rank
-from lightning_dcp.planning import Execution
-from lightning_dcp.tools.plan.costs import GIB, Costs
-from lightning_dcp.tools.plan.figures import Figures, Setting, aligned
+from lightning_dcp.config.padding import rows_per_rank
+from lightning_dcp.planning import PlanSettings
 from lightning_dcp.tools.plan.lengths import Batches
-from lightning_dcp.tools.plan.splits import holding_sizes
+from lightning_dcp.tools.plan.results import PlannerResult
+from lightning_dcp.tools.plan.run import GIB, Run, static_cp_sizes
+from lightning_dcp.tools.tables import aligned
 
 # Global batches that each candidate plans.
 _NUM_BATCHES = 4
@@ -28,43 +28,54 @@ class Candidate:
     """One way to run.
 
     Attributes:
-        figures: What it would give.
+        result: What the planner made of the batches.
         bytes_per_device: Weights, gradients, optimizer states and the most activations.
     """
 
-    figures: Figures
+    result: PlannerResult
     bytes_per_device: float
 
     @property
-    def setting(self) -> Setting:
-        """Of its figures."""
-        return self.figures.setting
+    def settings(self) -> PlanSettings:
+        """How it plans."""
+        return self.result.settings
 
     @property
     def rate(self) -> float:
         """Predicted tokens a second."""
-        return self.figures.tokens_per_second
+        return self.result.tokens_per_second
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it has one CP size for all."""
+        return self.settings.planner == "static"
+
+    @property
+    def size_and_cap(self) -> tuple[int, int]:
+        """Tensor-parallel size and cap."""
+        return self.settings.tp_size, self.settings.max_seqlen_per_dp_cp_rank
 
     def describe(self) -> str:
         """What to set."""
-        setting = self.setting
-        size = setting.context_parallel_size
+        settings = self.settings
+        size = settings.context_parallel_size
         split = (
-            f"planner {setting.planner} on a pool of {setting.num_ranks} DPxCP ranks"
+            f"planner {settings.planner} on a pool of {settings.num_ranks} DPxCP ranks"
             if size is None
-            else f"static DP {setting.num_ranks // size} x CP {size}"
+            else f"static DP {settings.num_ranks // size} x CP {size}"
         )
-        return f"{split}, tp_size {setting.tp_size}, max_seqlen_per_dp_cp_rank {setting.cap}"
+        tp_size, cap = self.size_and_cap
+        return f"{split}, tp_size {tp_size}, max_seqlen_per_dp_cp_rank {cap}"
 
     def values(self) -> dict[str, Any]:
         """JSON values."""
-        setting = self.setting
+        settings = self.settings
         return {
-            "planner": setting.planner,
-            "num_ranks": setting.num_ranks,
-            "tp_size": setting.tp_size,
-            "context_parallel_size": setting.context_parallel_size,
-            "max_seqlen_per_dp_cp_rank": setting.cap,
+            "planner": settings.planner,
+            "num_ranks": settings.num_ranks,
+            "tp_size": settings.tp_size,
+            "context_parallel_size": settings.context_parallel_size,
+            "max_seqlen_per_dp_cp_rank": settings.max_seqlen_per_dp_cp_rank,
             "tokens_per_second": self.rate,
             "bytes_per_device": self.bytes_per_device,
         }
@@ -87,12 +98,11 @@ class Suggestion:
     def text(self) -> str:
         """A table of what was tried, and the recommendation."""
         rows = [("tp x ranks", "cap", "balanced", "best static", "split", "ratio", "GiB a device")]
-        for tp_size, cap in sorted({(c.setting.tp_size, c.setting.cap) for c in self.candidates}):
-            same = [c for c in self.candidates if (c.setting.tp_size, c.setting.cap) ==
-                    (tp_size, cap)]  # fmt: skip
-            dynamic, static = _best(same, static=False), _best(same, static=True)
-            size = static.setting.context_parallel_size or 1
-            num_ranks = static.setting.num_ranks
+        for tp_size, cap in sorted({c.size_and_cap for c in self.candidates}):
+            same = [c for c in self.candidates if c.size_and_cap == (tp_size, cap)]
+            dynamic, static = _fastest(same, static=False), _fastest(same, static=True)
+            size = static.settings.context_parallel_size or 1
+            num_ranks = static.settings.num_ranks
             rows.append(
                 (
                     f"{tp_size} x {num_ranks}",
@@ -118,105 +128,71 @@ class Suggestion:
         }
 
 
-def suggest(
-    costs: Costs,
-    batches: Batches,
-    *,
-    num_ranks: int,
-    tp_size: int,
-    tp_sizes: Sequence[int],
-    cap: int,
-    execution: Execution,
-    padding: PackPadding = TIGHT,
-) -> Suggestion:
+def suggest(run: Run, batches: Batches, tp_sizes: Sequence[int] | None = None) -> Suggestion:
     """Tries splits, tensor-parallel sizes and caps on as many devices, and recommends one.
 
     Args:
-        costs: Gives cost models and memory.
+        run: The user's own run; its cap is tried as well.
         batches: Global batches; each candidate plans the first few.
-        num_ranks: Ranks of the DPxCP pool with ``tp_size``.
-        tp_size: Tensor-parallel size of the user's own run.
-        tp_sizes: Those to try.
-        cap: The user's own cap, which is tried as well.
-        execution: Who waits for whom.
-        padding: How packs are padded, to a bucket if at all.
+        tp_sizes: Tensor-parallel sizes to try; by default that of the run.
 
     Raises:
         ValueError: No candidate fits the memory, or packs are padded to one length.
     """
-    if padding.pad_to_length is not None:
+    if run.padding.pad_to_length is not None:
         raise ValueError(
-            f"--suggest tries other caps, which pad_to_length={padding.pad_to_length} fixes: leave "
-            "one out, or use pad_to_length_bucket"
+            f"--suggest tries other caps, which pad_to_length={run.padding.pad_to_length} fixes: "
+            "leave one out, or use pad_to_length_bucket"
         )
-    devices = num_ranks * tp_size
-    settings = [
-        setting
-        for size in dict.fromkeys(tp_sizes)
-        for setting in _settings(costs, batches, devices, size, cap, execution, padding)
-    ]
-    if not settings:
-        raise ValueError(_nothing_fits(costs, batches, devices, tp_sizes))
+    tp_sizes = tuple(dict.fromkeys(tp_sizes or (run.sizes.tensor_model_parallel_size,)))
+    tried = [settings for size in tp_sizes for settings in _settings(run, batches, size)]
+    if not tried:
+        raise ValueError(_nothing_fits(run, batches, tp_sizes))
     candidates = []
-    for setting in tqdm(settings, desc="Trying splits", unit="split", disable=len(settings) < 8):
-        figures = Figures(setting=setting)
+    for settings in tqdm(tried, desc="Trying splits", unit="split", disable=len(tried) < 8):
+        result = PlannerResult(settings=settings)
         for index in range(min(_NUM_BATCHES, len(batches))):
-            figures.add(batches[index])
-        states = costs.state_bytes(setting.tp_size, setting.num_ranks)
-        used = states + figures.peak_activation_bytes
-        candidates.append(Candidate(figures=figures, bytes_per_device=used))
-    return _recommend(costs, candidates)
+            result.add(batches[index])
+        used = run.state_bytes(settings) + result.peak_activation_bytes
+        candidates.append(Candidate(result=result, bytes_per_device=used))
+    return _recommend(run, candidates)
 
 
-def _settings(
-    costs: Costs,
-    batches: Batches,
-    devices: int,
-    tp_size: int,
-    cap: int,
-    execution: Execution,
-    padding: PackPadding,
-) -> Iterator[Setting]:
+def _divides(run: Run, tp_size: int) -> bool:
+    """Whether a tensor-parallel size divides the devices of a stage and the heads."""
+    devices = run.sizes.dp_cp_size * run.sizes.tensor_model_parallel_size
+    return devices % tp_size == 0 and run.model.num_attention_heads % tp_size == 0
+
+
+def _settings(run: Run, batches: Batches, tp_size: int) -> Iterator[PlanSettings]:
     """What to try with one tensor-parallel size; nothing where it cannot work."""
-    if any(n % tp_size for n in (devices, costs.model.num_attention_heads)):
+    if not _divides(run, tp_size):
         return
-    num_ranks, longest = devices // tp_size, int(batches.lengths.max())
-    cost_model = costs.cost_model(tp_size)
-    for tried in _caps(costs, batches, num_ranks, tp_size, cap, padding):
-        sizes = holding_sizes(
-            longest, num_ranks=num_ranks, cap=tried, tp_size=tp_size, padding=padding
-        )
-        for size in (None, *sizes):
-            yield Setting(
-                planner="balanced" if size is None else "static",
-                num_ranks=num_ranks,
-                cap=tried,
-                tp_size=tp_size,
-                context_parallel_size=size,
-                cost_model=cost_model,
-                execution=execution,
-                padding=padding,
-            )
+    longest = int(batches.lengths.max())
+    for cap in _caps(run, batches, run.settings("balanced", tp_size=tp_size)):
+        dynamic = run.settings("balanced", tp_size=tp_size, cap=cap)
+        yield dynamic
+        for size in static_cp_sizes(longest, dynamic):
+            yield run.settings("static", tp_size=tp_size, cap=cap, context_parallel_size=size)
 
 
-def _caps(
-    costs: Costs, batches: Batches, num_ranks: int, tp_size: int, cap: int, padding: PackPadding
-) -> list[int]:
+def _caps(run: Run, batches: Batches, settings: PlanSettings) -> list[int]:
     """Powers of two that hold the longest sample and fit the memory, and the user's own cap."""
-    free = costs.memory_bytes - costs.state_bytes(tp_size, num_ranks)
-    most = costs.cost_model(tp_size).rows_that_fit(max(0.0, free))
-    least = rows_per_rank(int(batches.lengths.max()), num_ranks, tp_size)
+    num_ranks, tp_size, padding = settings.num_ranks, settings.tp_size, settings.padding
+    free = max(0.0, run.memory_bytes - run.state_bytes(settings))
+    most = settings.cost_model.rows_that_fit(free)
+    least = rows_per_rank(int(batches.lengths.max()), num_ranks, tp_size, padding)
     least = padding.pack_rows(least, num_ranks, tp_size)
     # More rows than a whole batch gives each rank change nothing.
     enough = max(least, -(-int(batches[0].sum()) // num_ranks))
     powers = [1 << k for k in range(least.bit_length() - 1, enough.bit_length() + 1)]
     caps = [power for power in powers if least <= power <= most][-_NUM_CAPS:]
-    return sorted({*caps, *(c for c in (cap, least) if least <= c <= most)})
+    return sorted({*caps, *(cap for cap in (run.cap, least) if least <= cap <= most)})
 
 
-def _recommend(costs: Costs, candidates: Sequence[Candidate]) -> Suggestion:
+def _recommend(run: Run, candidates: Sequence[Candidate]) -> Suggestion:
     dynamic, static = _frugal(candidates, static=False), _frugal(candidates, static=True)
-    memory = costs.memory_bytes / GIB
+    memory = run.memory_bytes / GIB
     if dynamic.rate >= _WORTHWHILE * static.rate:
         best = dynamic
         why = (
@@ -233,14 +209,13 @@ def _recommend(costs: Costs, candidates: Sequence[Candidate]) -> Suggestion:
         f"{why}; it takes {best.bytes_per_device / GIB:.1f} of {memory:.1f} GiB a device, and none "
         f"of the others is {_WORTHWHILE - 1:.0%} faster."
     )
-    if len({c.setting.tp_size for c in candidates}) > 1:
+    if len({c.settings.tp_size for c in candidates}) > 1:
         reason += " Tensor parallelism's own communication is not in these figures."
     return Suggestion(best=best, reason=reason, candidates=tuple(candidates))
 
 
-def _best(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
-    kind = [c for c in candidates if (c.setting.planner == "static") == static]
-    return max(kind, key=lambda c: c.rate)
+def _fastest(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
+    return max((c for c in candidates if c.is_static == static), key=lambda c: c.rate)
 
 
 def _frugal(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
@@ -248,33 +223,29 @@ def _frugal(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
 
     Tensor parallelism comes first since its communication has no price in the cost model.
     """
-    fastest = _best(candidates, static=static).rate
-    near = [
-        c
-        for c in candidates
-        if (c.setting.planner == "static") == static and c.rate * _WORTHWHILE > fastest
-    ]
-    return min(near, key=lambda c: (c.setting.tp_size, c.bytes_per_device, -c.rate))
+    fastest = _fastest(candidates, static=static).rate
+    near = [c for c in candidates if c.is_static == static and c.rate * _WORTHWHILE > fastest]
+    return min(near, key=lambda c: (c.settings.tp_size, c.bytes_per_device, -c.rate))
 
 
-def _nothing_fits(costs: Costs, batches: Batches, devices: int, tp_sizes: Sequence[int]) -> str:
-    longest = int(batches.lengths.max())
+def _nothing_fits(run: Run, batches: Batches, tp_sizes: Sequence[int]) -> str:
+    longest, heads = int(batches.lengths.max()), run.model.num_attention_heads
+    devices = run.sizes.dp_cp_size * run.sizes.tensor_model_parallel_size
     tried = []
     for size in tp_sizes:
-        if devices % size or costs.model.num_attention_heads % size:
-            heads = costs.model.num_attention_heads
+        if not _divides(run, size):
             tried.append(f"tp_size={size} does not divide {devices} devices and {heads} heads")
             continue
-        num_ranks = devices // size
-        rows = rows_per_rank(longest, num_ranks, size)
-        activations = costs.cost_model(size).activation_bytes(rows) / GIB
-        states = costs.state_bytes(size, num_ranks) / GIB
+        settings = run.settings("balanced", tp_size=size)
+        rows = rows_per_rank(longest, settings.num_ranks, size)
+        activations = settings.cost_model.activation_bytes(rows) / GIB
         tried.append(
-            f"tp_size={size} needs {states:.1f} GiB for weights and optimizer states and "
-            f"{activations:.1f} GiB for {rows} rows, the least that hold {longest} tokens"
+            f"tp_size={size} needs {run.state_bytes(settings) / GIB:.1f} GiB for weights and "
+            f"optimizer states and {activations:.1f} GiB for {rows} rows, the least that hold "
+            f"{longest} tokens"
         )
     return (
-        f"no cap fits a device of {costs.memory_bytes / GIB:.1f} GiB: {'; '.join(tried)}. Use more "
+        f"no cap fits a device of {run.memory_bytes / GIB:.1f} GiB: {'; '.join(tried)}. Use more "
         "devices, recompute, a larger tensor-, pipeline- or expert-parallel size, or a smaller "
         "max_length"
     )

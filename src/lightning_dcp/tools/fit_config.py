@@ -1,0 +1,90 @@
+"""What a config of ``lightning-dcp fit`` says of its plans, read without Lightning and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning_dcp.config.model import ModelConfig
+from lightning_dcp.config.moe import MoEConfig
+
+
+class FitConfig:
+    """A config of ``fit``, as far as plans depend on it.
+
+    Args:
+        content: The YAML file's content.
+
+    Attributes:
+        model: Sizes of the model.
+        strategy: Options of the DynamicCPStrategy that are in the file.
+
+    Raises:
+        ValueError: There is no model in it.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        model = _section(content, "model", "init_args", "model")
+        if not model:
+            raise ValueError("there is no model.init_args.model, the sizes of a DynamicCPModule")
+        if model.get("moe"):
+            model = {**model, "moe": MoEConfig(**model["moe"])}
+        self.model = ModelConfig(**model)
+        self.strategy = _section(content, "trainer", "strategy", "init_args")
+        self._trainer = _section(content, "trainer")
+        self._data = _section(content, "data", "init_args")
+
+    @property
+    def world_size(self) -> int | None:
+        """Devices of all nodes; None where the file leaves them to the machine."""
+        devices, nodes = self._trainer.get("devices"), self._trainer.get("num_nodes") or 1
+        if isinstance(devices, list):
+            devices = len(devices)
+        elif isinstance(devices, str) and devices.isdigit():
+            devices = int(devices)
+        return devices * int(nodes) if isinstance(devices, int) and devices > 0 else None
+
+    @property
+    def cap(self) -> int | Literal["auto"] | None:
+        """``max_seqlen_per_dp_cp_rank``."""
+        found: int | Literal["auto"] | None = self.strategy.get("max_seqlen_per_dp_cp_rank")
+        return found
+
+    @property
+    def max_length(self) -> int | None:
+        """The data's longest sequence, where the file gives it."""
+        return self._data.get("max_length")
+
+    @property
+    def planner(self) -> str:
+        """The planner that ``fit`` uses."""
+        dynamic = self.strategy.get("dynamic_context_parallel", True)
+        return str(self.strategy.get("planner") or ("balanced" if dynamic else "static"))
+
+    def options(self) -> dict[str, Any]:
+        """Options of ``plan`` by name; None for what the file leaves out."""
+        get = self.strategy.get
+        cp_size = get("context_parallel_size") or 1
+        recompute = get("recompute") or {}
+        on_cpu = self._trainer.get("accelerator") == "cpu"
+        return {
+            "tp_size": get("tensor_model_parallel_size"),
+            "pipeline_model_parallel_size": get("pipeline_model_parallel_size"),
+            "expert_model_parallel_size": get("expert_model_parallel_size"),
+            # A dynamic run has no CP size that its default could be compared at.
+            "context_parallel_size": cp_size if self.planner == "static" or cp_size > 1 else None,
+            "pad_to_length": get("pad_to_length"),
+            "pad_to_length_bucket": get("pad_to_length_bucket"),
+            "fp8": get("fp8") is not None,
+            "calibration": get("cost_model"),
+            "device": "cpu" if on_cpu else None,
+            "recompute": recompute.get("granularity") == "full",
+        }
+
+
+def _section(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """The mapping under some keys; an empty one where there is none."""
+    found: Any = content
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
