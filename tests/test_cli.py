@@ -165,7 +165,7 @@ def test_every_config_parses(path, tmp_path):
         ("--model.init_args.model.layers=3", "layers"),
         ("--data.init_args.path=x", "path"),
         ("--trainer.strategy=[dynamic_cp]", "strategy"),
-        ("--trainer.strategy.init_args.max_seqlen_per_dp_cp_rank=0", "at least 1, found 0"),
+        ("--trainer.strategy.init_args.max_seqlen_per_dp_cp_rank=0", "must be 1 or more"),
     ],
 )
 def test_an_option_that_does_not_exist_is_named(override, found, tmp_path):

@@ -176,6 +176,7 @@ class DynamicCPModule(LightningModule):
             fp8=strategy.fp8,
         )
         self._built_on = strategy.context
+        # Process groups of an earlier run are gone, and a model keeps the ones it was built on.
         if kept is not None:
             self.model.load_state_dict(kept)
 
@@ -325,6 +326,7 @@ class DynamicCPModule(LightningModule):
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the norm of the gradients, which the optimizer step has just found."""
+        # Not in training_step, which runs in the optimizer's closure, before the step.
         grad_norm = getattr(self.optimizers(), "grad_norm", None)
         if grad_norm is not None:
             self.log("grad_norm", float(grad_norm), batch_size=1)
@@ -394,6 +396,7 @@ class DynamicCPModule(LightningModule):
             self._prepare(batch), self.micro_batch_step, model=self.model
         )
         num_tokens = int(step.num_tokens)
+        # A batch without targets has a loss of 0 that is no measurement.
         if num_tokens:
             self.log(
                 name, step.loss, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=num_tokens

@@ -40,8 +40,8 @@ def refused(strategy=None, trainer_options=None, world=2):
     ("cap", "error", "found"),
     [
         (None, ValueError, "needs max_seqlen_per_dp_cp_rank"),
-        (0, ValueError, "at least 1, found 0"),
-        (-4096, ValueError, "at least 1, found -4096"),
+        (0, ValueError, "=0 must be 1 or more"),
+        (-4096, ValueError, "=-4096 must be 1 or more"),
         ("4096", TypeError, "found '4096'"),
         (True, TypeError, "found True"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.padding import PackPadding, longest_that_fits, rows_per_rank
 from lightning_dcp.config.parallel import ParallelSizes
 
@@ -27,9 +28,7 @@ def check_cap(cap: object) -> Cap:
         return "auto"
     if not isinstance(cap, int) or isinstance(cap, bool):
         raise TypeError(f"max_seqlen_per_dp_cp_rank must be an int or 'auto', found {cap!r}.")
-    if cap < 1:
-        raise ValueError(f"max_seqlen_per_dp_cp_rank must be at least 1, found {cap}.")
-    return cap
+    return check_at_least("max_seqlen_per_dp_cp_rank", cap)
 
 
 def resolve_cap(

@@ -39,6 +39,7 @@ def agree_on_lengths(
         if units is not None:
             checksum = zlib.crc32(np.ascontiguousarray(units, dtype=np.int64).tobytes(), checksum)
         mine[0, 1:] = torch.tensor([len(lengths), lengths.sum(), checksum])
+    # One small message a step tells whether all is well; texts travel only where it is not.
     table = torch.zeros(dist.get_world_size(group), 4, dtype=torch.int64)
     dist.all_gather_single(table, mine, group=group)
     if bool(table[:, 0].any()):
@@ -63,6 +64,7 @@ def _describe(row: torch.Tensor) -> str:
 def _raise_refusals(error: Exception | None, group: dist.ProcessGroup) -> None:
     messages: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(messages, None if error is None else str(error), group=group)
+    # The rank at fault keeps its own type and traceback, the others say whose fault it is.
     if error is not None:
         raise error
     rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)

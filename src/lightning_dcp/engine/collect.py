@@ -94,6 +94,7 @@ def _gather_values(
     """On the rank that collects, each output in the order of the batch; elsewhere nothing."""
     if not context.is_last_stage or context.tp_rank != 0:
         return {}
+    # Sorted: transfers have no names, and must start in one order on all ranks.
     names = sorted(rows[0])
     layouts = _layouts(plan, context.sizes.tensor_model_parallel_size)
     ends = np.cumsum(_rows_of_ranks(plan, layouts).sum(0))
@@ -199,6 +200,7 @@ def _start_gather(local: Tensor, ends: NDArray[np.int64], context: ParallelConte
             dist.P2POp(dist.irecv, whole[ends[rank - 1] : ends[rank]], pool[rank], group)
             for rank in range(1, len(pool))
         ]
+    # Batched: NCCL may block on a single send or receive until its peer is there.
     return _Transfer(whole, dist.batch_isend_irecv(operations) if operations else [])
 
 

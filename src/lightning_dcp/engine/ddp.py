@@ -31,6 +31,8 @@ def wrap_ddp(
         is_later_chunk: Whether another chunk of this rank comes first: its gradients go in one
             bucket, since the backward passes of the chunks are interleaved.
     """
+    # float32: a sum over many micro-batches loses too much in bfloat16, and would depend on how
+    # the batch was cut into them.
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
@@ -44,6 +46,7 @@ def wrap_ddp(
             disable_bucketing=is_later_chunk,
             pg_collection=context.pg_collection,
         )
+    # Ours are drawn by name and equal already; a user's configure_model may do otherwise.
     ddp.broadcast_params()
     return ddp
 

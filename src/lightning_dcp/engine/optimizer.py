@@ -36,6 +36,7 @@ def build_optimizer(
         OptimizerConfig(**vars(settings)) if isinstance(settings, OptimizerSettings) else settings
     )
     chunks = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)
+    # Not the user's to choose: they follow from the model and from how DDP reduces.
     config.params_dtype = chunks[0].config.params_dtype
     config.bf16 = config.params_dtype == torch.bfloat16
     config.clip_grad = clip_grad

@@ -49,6 +49,7 @@ def run_pipeline(
             without any, backward passes are left out.
     """
     config = get_model_config(chunks[0])
+    # The schedules hold reduction back themselves: they know which backward pass is the last.
     config.no_sync_func = (list(no_sync) if len(chunks) > 1 else no_sync[0]) if no_sync else None
 
     def forward_step(
@@ -70,6 +71,7 @@ def run_pipeline(
         "pg_collection": context.pg_collection,
     }
     if len(chunks) > 1:
+        # Each chunk goes through all micro-batches; they are packed once, and share tensors.
         forward_backward_pipelining_with_interleaving(
             data_iterator=list(tee(micro_batches, len(chunks))), model=list(chunks), **arguments
         )

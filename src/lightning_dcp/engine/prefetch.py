@@ -40,6 +40,8 @@ class PlanPrefetcher:
 
     def __init__(self, plan: PlanFunction) -> None:
         self._plan = plan
+        # One thread: plans are wanted in the order of the batches, and share the interpreter with
+        # the step that runs meanwhile.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan-prefetch")
         self._plans: OrderedDict[bytes, Future[Plan]] = OrderedDict()
 

@@ -28,6 +28,7 @@ class Shard:
         if self.is_partial:
             group, order = owner.model_param_group_index_map[parameter]
             self.main = self._inner.param_groups[group]["params"][order]
+            # Megatron-Core cuts its flat buffer, so that a part starts anywhere in a parameter.
             self.first = owner._get_model_param_range_map(parameter)["param"].start
         else:
             self.main = getattr(parameter, "main_param", parameter)

@@ -242,7 +242,7 @@ def _gather_over_pool(
     partial = torch.zeros(parameter.numel() + 1, dtype=torch.float32, device=parameter.device)
     if mine is not None and shard is not None:
         partial[shard.first : shard.first + mine.numel()] = mine.detach().flatten()
-        partial[-1] = 1
+        partial[-1] = 1  # somebody has it: a state of zeros is one, too
     # Experts have replicas of their own, which Megatron-Core marks.
     is_expert = not getattr(parameter, "allreduce", True)
     groups = context.pg_collection
