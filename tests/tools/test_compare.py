@@ -171,9 +171,9 @@ def test_a_run_that_fails_shows_what_it_printed(tmp_path):
     [
         ({"config": []}, "needs --config"),
         ({"config": ["nowhere.yaml"]}, "nowhere.yaml: there is no such file"),
-        ({"steps": 0}, "at least 1"),
-        ({"rounds": 0}, "at least 1"),
-        ({"warmup_steps": -1}, "at least 0"),
+        ({"steps": 0}, "steps=0 must be 1 or more"),
+        ({"rounds": 0}, "rounds=0 must be 1 or more"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 must be 0 or more"),
     ],
 )
 def test_bad_options(options, message, tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.model import ROUTES, RouteShape
 
 
@@ -35,8 +36,7 @@ class SyntheticRollouts:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_experts", "topk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollouts.{name}={getattr(self, name)} must be at least 1.")
+            check_at_least(f"rollouts.{name}", getattr(self, name))
         if self.topk > self.num_experts:
             raise ValueError(
                 f"rollouts.topk={self.topk} is more than rollouts.num_experts={self.num_experts}."

@@ -87,8 +87,7 @@ class CalibrateOptions(ModelOptions):
             check_at_least("num_processes", self.num_processes)
         if not 0 <= self.quantile <= 1:
             raise ValueError(f"quantile={self.quantile} must be 0 to 1")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must be 0 or more")
+        check_at_least("seed", self.seed, 0)
         if self.shortest > self.max_seqlen_per_dp_cp_rank:
             raise ValueError(
                 f"shortest={self.shortest} is above max_seqlen_per_dp_cp_rank="
