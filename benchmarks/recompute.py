@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bare_loop import BareLoop, parallel_processes, random_batch
-from launch import run_on
+from launch import proc_bytes, run_on
 from lightning_dcp import ModelConfig, MoEConfig, Recompute
 from lightning_dcp.engine import DynamicCPEngine
 from lightning_dcp.parallel import ParallelContext
@@ -36,13 +36,7 @@ KINDS = {
 }
 LENGTHS = [3000, 1500, 1200, 1000, 900, 800, 700, 600, 500, 300, 200]
 CAP = 2048
-
-
-def status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
+_STATUS = "/proc/self/status"
 
 
 def measure_all(kinds: list[str], experts: bool) -> dict[str, tuple[Any, ...]]:
@@ -66,9 +60,9 @@ def measure(kind: str, config: ModelConfig, context: ParallelContext) -> tuple[A
     # Gives back what the allocator kept of the first step, which the second would use again.
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the highest resident size
-    before, start = status("VmRSS"), time.process_time()
+    before, start = proc_bytes(_STATUS, "VmRSS"), time.process_time()
     result = engine.train_step(ddp, planned, loss, force_all_reduce=True)
-    seconds, extra = time.process_time() - start, status("VmHWM") - before
+    seconds, extra = time.process_time() - start, proc_bytes(_STATUS, "VmHWM") - before
     norm = sum(float(p.main_grad.double().square().sum()) for p in loop.model.parameters()) ** 0.5
     engine.close()
     return extra, seconds, float(result.loss), norm, sorted(planned.plan.cp_sizes())

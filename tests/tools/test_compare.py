@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_dcp.tools.compare.command import compare, main
+from lightning_dcp.tools.compare.command import compare, main, static_size
 from lightning_dcp.tools.compare.comparison import TimedStep, compare_steps, describe
 from lightning_dcp.tools.compare.measured_fit import MeasuredCLI
 from lightning_dcp.tools.lightning_cli import cli_options
@@ -189,6 +189,19 @@ def test_a_static_size_that_the_config_does_not_tell(tmp_path):
     config.write_text(yaml.safe_dump({**CONFIG, "trainer": trainer}))
     with pytest.raises(ValueError, match="give --context_parallel_size"):
         compare([str(config)])
+
+
+def test_the_static_size_is_the_configs_or_its_pool(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text(yaml.safe_dump(CONFIG))
+    options = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+    override = {"trainer": {"devices": 8, "strategy": {"init_args": options}}}
+    second.write_text(yaml.safe_dump(override))
+    assert static_size([str(first)]) == 2
+    assert static_size([str(first), str(second)]) == 2
+    options["context_parallel_size"] = 4
+    second.write_text(yaml.safe_dump(override))
+    assert static_size([str(first), str(second)]) == 4
 
 
 @pytest.mark.parametrize("name", ["quickstart", "static_cp", "mtp", "moe_small", "rl_r3"])

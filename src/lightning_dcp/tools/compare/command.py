@@ -130,7 +130,7 @@ class _Runner:
     def __init__(self, config: list[str], folder: Path, context_parallel_size: int | None) -> None:
         self._config = [f"--config={path}" for path in config]
         self._folder = folder
-        self._static_size = context_parallel_size or _static_size(config)
+        self._static_size = context_parallel_size or static_size(config)
 
     def make_checkpoint(self) -> str:
         """One step from the initial weights, so that both kinds resume alike."""
@@ -183,7 +183,7 @@ class _Runner:
             raise RuntimeError(f"`{' '.join(command[1:])}` failed:\n{tail}")
 
 
-def _static_size(config: list[str]) -> int:
+def static_size(config: list[str]) -> int:
     """CP size of the static runs: the config's, or the whole pool.
 
     Raises:
