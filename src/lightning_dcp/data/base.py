@@ -64,6 +64,7 @@ class GlobalBatchDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
+        # A short last batch would be a step of its own, with the learning rate of a full one.
         return self._loader(self._ready_train_set(), shuffle=self._shuffle, drop_last=True)
 
     @override

@@ -101,6 +101,7 @@ class ParquetSamples(Dataset[dict[str, Tensor]]):
 
         tables = [pq.read_table(file) for file in files]
         for file, table in zip(files, tables, strict=True):
+            # pyarrow would fill a column that one file lacks with nulls.
             if table.schema != tables[0].schema:
                 raise ValueError(
                     f"{file} has the columns {table.schema.names} and {files[0]} "
@@ -155,7 +156,10 @@ class _Column:
                     "whose lengths are not fixed."
                 )
             parts.append(values.to_numpy(zero_copy_only=False).reshape(-1, *shape))
+            # The same in all chunks, which share a type.
             self._is_list = is_list
+        # A copy: Arrow's memory is read-only, which torch warns of. One flat tensor a column: a
+        # sample's rows are a view of it.
         self._values = torch.from_numpy(np.concatenate(parts).copy())
         self.lengths = np.concatenate(lengths).astype(np.int64)
         self._ends = np.cumsum(self.lengths)

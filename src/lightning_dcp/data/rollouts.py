@@ -53,7 +53,9 @@ class SyntheticRollouts:
             rng: Where they are drawn from.
         """
         shape = RouteShape(self.num_layers, self.topk, self.num_experts)
+        # The first topk of a random order are different experts; the last token has none.
         order = rng.random((length - 1, self.num_layers, self.num_experts)).argsort(axis=-1)
+        # A model that knows nothing gives each of its tokens the probability 1 / vocab_size.
         log_probs = rng.normal(-math.log(vocab_size), 0.1, length)
         return {
             "old_log_probs": torch.from_numpy(log_probs.astype(np.float32)),

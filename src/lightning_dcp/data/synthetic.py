@@ -58,9 +58,11 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
         length, vocab_size = int(self.lengths[index]), len(self._circle)
         rng = np.random.default_rng([*self._seed, index])
         jumps = rng.random(length) >= _PREDICTABLE
+        # The first token follows none.
         jumps[0] = True
         targets = (vocab_size * rng.random(length) ** 3).astype(np.int64)
         steps = np.arange(length)
+        # A token is as many places around the circle as it is steps behind the last jump.
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
         positions = (targets[last_jump] + steps - last_jump) % vocab_size
         sample = {"input_ids": torch.from_numpy(self._circle[positions].astype(np.int64))}

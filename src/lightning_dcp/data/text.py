@@ -145,6 +145,7 @@ class TextDataModule(GlobalBatchDataModule):
         cache = self._load("data", retry=False)
         val_cache = self._load("val_data", retry=False)
         assert cache is not None
+        # The hash as a number in [0, 1): a document is held out whatever else is in the files.
         held_out = np.asarray(cache.documents["hash"]) / 2.0**64 < self._val_fraction
         self.train_set, self.train_counts = self._samples("data", cache, ~held_out)
         if val_cache is not None:

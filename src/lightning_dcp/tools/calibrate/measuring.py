@@ -91,6 +91,8 @@ def shapes_to_time(
         length = shortest
         while length <= longest:
             fit = cap // rows_per_rank(length, size, tp_size)
+            # One sample, a few and a full pack: rows and pairs of rows then grow apart, so that a
+            # fit can tell their prices.
             for count in sorted({1, max(1, round(fit**0.5)), max(1, fit // 2), fit}):
                 shapes[MicroBatchShape((length,) * count, size)] = None
             length *= 2
@@ -209,12 +211,15 @@ class _Stopwatch:
         context = self.context
         batch = self.batches[self.index[shape]]
         self.ddp.zero_grad_buffer()
+        # On the host: nothing of it runs on the device while the clock does.
         dist.barrier(context.host_group)
         rank = context.pool_rank
+        # An odd pool leaves ranks beyond its last whole group of this size.
         if rank >= context.sizes.dp_cp_size // shape.size * shape.size:
             return 0.0
         self._synchronize()
         start = time.perf_counter()
+        # Without the reduction of gradients, which comes once a step and not with each micro-batch.
         with self.ddp.no_sync():
             self._loss(batch, shape.size, rank % shape.size).backward()
         self._synchronize()

@@ -98,6 +98,7 @@ def compare(
         start = ckpt_path or runner.make_checkpoint()
         runs: dict[Mode, list[list[TimedStep]]] = {"static": [], "dynamic": []}
         for number in range(rounds):
+            # In turn, so that a slow spell of the machine falls on both.
             for mode in ("static", "dynamic"):
                 print(f"round {number + 1} of {rounds}: {mode}", flush=True)
                 timed = runner.run(mode, f"{mode}-{number}", start, warmup_steps + steps)
@@ -152,6 +153,7 @@ class _Runner:
         strategy = "--trainer.strategy.init_args"
         overrides = [f"{strategy}.dynamic_context_parallel={str(mode == 'dynamic').lower()}"]
         if mode == "static":
+            # A planner of the config chooses CP sizes, which a static run refuses.
             overrides.append(f"{strategy}.planner=null")
             overrides.append(f"{strategy}.context_parallel_size={self._static_size}")
         overrides += [
@@ -159,6 +161,7 @@ class _Runner:
             f"--trainer.callbacks.path={times}",
             f"--ckpt_path={ckpt_path}",
         ]
+        # The step that made the checkpoint counts for max_steps.
         self._fit(name, 1 + steps, overrides)
         timed = [TimedStep.from_json(record) for record in json_module.loads(times.read_text())]
         if len(timed) < steps:
@@ -172,6 +175,7 @@ class _Runner:
         command = [
             sys.executable, "-m", "lightning_dcp.tools.compare.measured_fit", "fit", *self._config,
             f"--trainer.max_steps={max_steps}",
+            # max_steps alone ends the run.
             "--trainer.max_epochs=-1",
             "--trainer.limit_val_batches=0",
             f"--trainer.default_root_dir={self._folder / name}",

@@ -99,6 +99,7 @@ def compare_planners(run: Run, batches: Batches) -> list[PlannerResult]:
     static_size = run.options.context_parallel_size or min(
         static_cp_sizes(int(batches.lengths.max()), run.settings("static", context_parallel_size=1))
     )
+    # static first: ratios are to it.
     planners = ["static", "longest_sequence", "balanced"]
     if has_megatron_scheduler():
         planners.append("megatron")
@@ -107,6 +108,7 @@ def compare_planners(run: Run, batches: Batches) -> list[PlannerResult]:
         for planner in planners
     ]
     hidden = len(batches.lengths) < _MANY
+    # Batch by batch: what slows the machine slows all planners alike.
     for index in tqdm(range(len(batches)), desc="Planning", unit="batch", disable=hidden):
         for one in results:
             one.add(batches[index])

@@ -125,6 +125,7 @@ class Run:
             calibration = read_calibration(options.calibration, model=model)
             model = calibration.model
         tp_size, pp_size = options.tp_size or 1, options.pipeline_model_parallel_size or 1
+        # A pool that was asked for, whatever devices the config has.
         if options.num_ranks is not None:
             world_size = options.num_ranks * tp_size * pp_size
         elif config is not None and config.world_size is not None:
@@ -210,6 +211,7 @@ class Run:
 
     def _cost_model(self, sizes: ParallelSizes) -> CostModel:
         if self.calibration is not None:
+            # Measured times hold for the split of weights that was measured.
             tp_size = sizes.tensor_model_parallel_size
             self.calibration.check_tensor_parallel(tp_size, str(self.options.calibration))
             return self.calibration.cost_model
@@ -255,7 +257,9 @@ class Run:
         weights = (shared + experts / ep_size) / (settings.tp_size * stages)
         sharded = (shared + experts) / (settings.tp_size * stages * settings.num_ranks)
         if self.calibration is not None and self.calibration.precision == "32-true":
+            # Bytes a weight: 4 and its gradient's 4; two moments of 4, sharded.
             return 8.0 * weights + 8.0 * sharded
+        # 2 and its gradient's 4; two moments and the float32 weight, sharded.
         return 6.0 * weights + 12.0 * sharded
 
     def check_memory(self) -> None:
@@ -269,6 +273,8 @@ class Run:
         cost_model, memory = settings.cost_model, self.memory_bytes
         needed = cost_model.activation_bytes(self.cap)
         counted = self.options.memory_gib is not None
+        # The data sheet's memory is a guess of the user's device: only what no split of the states
+        # could make fit is refused then.
         states = self.state_bytes(settings) if counted else 0.0
         if needed + states <= memory:
             return
