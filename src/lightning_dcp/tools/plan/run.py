@@ -89,7 +89,7 @@ class RunOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PredictedRun:
     """A run to predict.
 
     Attributes:
@@ -97,6 +97,7 @@ class Run:
         model: Sizes of the model.
         sizes: Parallel sizes.
         cap: The most rows of a rank.
+        padding: How packs are padded.
         calibration: The measurements, or None.
         planner: The planner of the fit config, or None.
     """
@@ -105,11 +106,12 @@ class Run:
     model: ModelSizes
     sizes: ParallelSizes
     cap: int
+    padding: PackPadding
     calibration: Calibration | None = None
     planner: str | None = None
 
     @classmethod
-    def read(cls, options: RunOptions) -> Run:
+    def read(cls, options: RunOptions) -> PredictedRun:
         """Reads the model, the fit config and the calibration.
 
         Raises:
@@ -147,21 +149,21 @@ class Run:
                 "how large is the cap? Give max_seqlen_per_dp_cp_rank, the most rows that a rank "
                 "holds, or as --model a config of fit"
             )
-        padding = _padding(options)
+        padding = PackPadding(
+            pad_to_length=options.pad_to_length,
+            pad_to_length_bucket=options.pad_to_length_bucket,
+            fp8=bool(options.fp8),
+        )
         max_length = config.max_length if config is not None else None
         return cls(
             options=options,
             model=model or LLAMA_8B,
             sizes=sizes,
             cap=resolve_cap(cap, sizes, padding, max_length=max_length),
+            padding=padding,
             calibration=calibration,
             planner=config.planner if config is not None else None,
         )
-
-    @property
-    def padding(self) -> PackPadding:
-        """How packs are padded."""
-        return _padding(self.options)
 
     @property
     def preset(self) -> DevicePreset:
@@ -304,11 +306,3 @@ def static_cp_sizes(longest: int, settings: PlanSettings) -> list[int]:
         if settings.num_ranks % size == 0
         and longest <= longest_that_fits(cap, size, tp_size, settings.padding)
     ]
-
-
-def _padding(options: RunOptions) -> PackPadding:
-    return PackPadding(
-        pad_to_length=options.pad_to_length,
-        pad_to_length_bucket=options.pad_to_length_bucket,
-        fp8=bool(options.fp8),
-    )
