@@ -8,6 +8,7 @@ from typing import Any, override
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.module import DynamicCPModule
 
 
@@ -22,12 +23,8 @@ class StepReport(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1, num_compared: int = 5) -> None:
-        if every_n_steps < 1 or num_compared < 1:
-            raise ValueError(
-                "every_n_steps and num_compared must be at least 1, found "
-                f"{every_n_steps} and {num_compared}."
-            )
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = check_at_least("every_n_steps", every_n_steps)
+        check_at_least("num_compared", num_compared)
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=num_compared)
         self._num_steps = 0
