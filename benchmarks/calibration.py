@@ -9,77 +9,24 @@ static to dynamic step time as predicted from the plans and as measured.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
-from dynamic_vs_static import Figures, Options, Run, check_same_work
+from dynamic_vs_static import Figures, Options, check_same_work, work
 from launch import run_on, spread
-from lightning_dcp.engine import DynamicCPEngine
-from lightning_dcp.parallel import ParallelContext, ParallelSizes, quiet_megatron, setup_parallel
-from lightning_dcp.planning import CostModel, PlanSettings, execution_of, make_plan
+from lightning_dcp.planning import make_plan
 from lightning_dcp.tools.calibrate.command import CalibrateOptions, Result, calibrate
 
 PLANNERS = ("static", "balanced")
 
 
-@dataclass(frozen=True)
-class Task:
-    """What the workers need to know."""
-
-    options: Options
-    cost_model: CostModel
-
-    def settings(self, planner: str, num_ranks: int) -> PlanSettings:
-        """How a planner plans."""
-        return PlanSettings(
-            num_ranks=num_ranks,
-            max_seqlen_per_dp_cp_rank=self.options.cap(num_ranks),
-            planner=planner,
-            context_parallel_size=num_ranks if planner == "static" else None,
-            cost_model=self.cost_model,
-            execution=execution_of(),
-        )
-
-
-class CalibratedRun(Run):
-    """As in ``dynamic_vs_static.py``, with the calibrated cost model."""
-
-    def __init__(self, task: Task, context: ParallelContext) -> None:
-        super().__init__(task.options, context)
-        pool = context.sizes.dp_cp_size
-        self.engines = {
-            planner: DynamicCPEngine(context, task.settings(planner, pool)) for planner in PLANNERS
-        }
-
-
-def work(task: Task) -> dict[str, Figures]:
-    """What each process runs: every batch under both planners, the order turning."""
-    dist.init_process_group("gloo")
-    context = setup_parallel(ParallelSizes(world_size=dist.get_world_size()))
-    try:
-        with quiet_megatron():
-            run = CalibratedRun(task, context)
-        warm = {planner: Figures() for planner in PLANNERS}
-        figures = {planner: Figures() for planner in PLANNERS}
-        for index, batch in enumerate(task.options.batches()):
-            counted = warm if index < task.options.warmup else figures
-            for turn in range(len(PLANNERS)):
-                planner = PLANNERS[(index + turn) % len(PLANNERS)]
-                run.step(planner, batch, counted[planner])
-    finally:
-        context.destroy()
-        dist.destroy_process_group()
-    return figures
-
-
-def predicted_seconds(task: Task, planner: str, num_ranks: int) -> list[float]:
+def predicted_seconds(options: Options, planner: str, num_ranks: int) -> list[float]:
     """By measured batch: the predicted time of its forward and backward passes."""
-    settings = task.settings(planner, num_ranks)
+    settings = options.settings(planner, num_ranks)
     seconds = []
-    for batch in task.options.batches()[task.options.warmup :]:
+    for batch in options.batches()[options.warmup :]:
         plan = make_plan(torch.diff(batch["input_ids"].offsets()).numpy(), settings)
         assert plan.report is not None
         seconds.append(plan.report.predicted_seconds)
@@ -99,9 +46,9 @@ def measure_model(options: Options, num_ranks: int, repeats: int) -> Result:
     )
 
 
-def report(task: Task, figures: dict[str, Figures], num_ranks: int) -> None:
+def report(options: Options, figures: dict[str, Figures], num_ranks: int) -> None:
     """The predicted and the measured ratio."""
-    static, dynamic = (predicted_seconds(task, planner, num_ranks) for planner in PLANNERS)
+    static, dynamic = (predicted_seconds(options, planner, num_ranks) for planner in PLANNERS)
     predicted = sum(static) / sum(dynamic)
     of_static, of_dynamic = (figures[planner] for planner in PLANNERS)
     ratios = [a / b for a, b in zip(of_static.seconds, of_dynamic.seconds, strict=True)]
@@ -138,10 +85,10 @@ def main() -> None:
     options = Options(**given)
     result = measure_model(options, num_ranks, repeats)
     print(f"{result.report()}\n")
-    task = Task(options, result.calibration.cost_model)
-    figures = run_on(num_ranks, work, task)
+    options = replace(options, planners=PLANNERS, cost_model=result.calibration.cost_model)
+    figures = run_on(num_ranks, work, options)
     check_same_work(figures)
-    report(task, figures, num_ranks)
+    report(options, figures, num_ranks)
 
 
 if __name__ == "__main__":

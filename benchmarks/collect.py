@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bare_loop import parallel_processes
 from launch import run_on, spread
 from lightning_dcp.data.lengths import LengthDistribution
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.packing import PackLayout
-from lightning_dcp.parallel import ParallelContext, ParallelSizes, setup_parallel
 from lightning_dcp.planning import Plan, plan_global_batch
 
 LENGTHS = LengthDistribution(kind="long_tail", low=256, high=16384)
@@ -110,28 +110,25 @@ def timed(function: Callable[[], object]) -> tuple[float, object]:
 
 def work(options: Options) -> list[tuple[float, float]]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    context: ParallelContext = setup_parallel(ParallelSizes(world_size=dist.get_world_size()))
-    rank = dist.get_rank()
-    plan = plan_global_batch(
-        sample_lengths(options.tokens),
-        num_ranks=dist.get_world_size(),
-        max_seqlen_per_dp_cp_rank=options.cap,
-    )
-    rows = made_rows(plan, rank)
-    times = []
-    for turn in range(options.warmup + options.rounds):
-        ours, found = timed(lambda: collect_outputs(rows, plan, context))
-        theirs, lists = timed(lambda: by_objects(rows, plan, rank))
-        if turn >= options.warmup:
-            times.append((ours, theirs))
-    if rank == 0:
-        for name in NAMES:
-            wanted = torch.tensor([value for sample in lists[name] for value in sample])
-            assert torch.equal(found[name].values(), wanted), name
-            assert found[name].offsets().diff().tolist() == list(plan.lengths)
-    context.destroy()
-    dist.destroy_process_group()
+    with parallel_processes() as context:
+        rank = dist.get_rank()
+        plan = plan_global_batch(
+            sample_lengths(options.tokens),
+            num_ranks=dist.get_world_size(),
+            max_seqlen_per_dp_cp_rank=options.cap,
+        )
+        rows = made_rows(plan, rank)
+        times = []
+        for turn in range(options.warmup + options.rounds):
+            ours, found = timed(lambda: collect_outputs(rows, plan, context))
+            theirs, lists = timed(lambda: by_objects(rows, plan, rank))
+            if turn >= options.warmup:
+                times.append((ours, theirs))
+        if rank == 0:
+            for name in NAMES:
+                wanted = torch.tensor([value for sample in lists[name] for value in sample])
+                assert torch.equal(found[name].values(), wanted), name
+                assert found[name].offsets().diff().tolist() == list(plan.lengths)
     return times
 
 

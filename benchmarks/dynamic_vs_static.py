@@ -18,18 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from bare_loop import BareLoop, parallel_processes, random_batch
 from launch import run_on, spread
-from lightning_dcp import MicroBatch, ModelConfig, OptimizerSettings, linear_cross_entropy
+from lightning_dcp import ModelConfig
 from lightning_dcp.data.lengths import LengthDistribution
-from lightning_dcp.engine import DynamicCPEngine, PlanSettings, build_optimizer, wrap_ddp
-from lightning_dcp.model import build_gpt_model, hidden_states
-from lightning_dcp.parallel import (
-    ParallelContext,
-    ParallelSizes,
-    install_cp_hooks,
-    quiet_megatron,
-    setup_parallel,
-)
+from lightning_dcp.engine import DynamicCPEngine
+from lightning_dcp.parallel import ParallelSizes
+from lightning_dcp.planning import CostModel, PlanSettings
 
 PLANNERS = ("static", "balanced", "longest_sequence")
 
@@ -45,6 +40,8 @@ class Options:
     longest: int
     layers: int
     hidden: int
+    planners: tuple[str, ...] = PLANNERS
+    cost_model: CostModel | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -58,15 +55,22 @@ class Options:
     def batches(self) -> list[dict[str, torch.Tensor]]:
         """Long-tailed lengths, one sequence of the longest in each batch."""
         rng = np.random.default_rng(0)
+        vocab_size = self.model.vocab_size
         lengths_of = LengthDistribution(kind="long_tail", low=self.shortest, high=self.longest)
-        batches = []
-        for _ in range(self.warmup + self.steps):
-            lengths = [self.longest, *lengths_of.sample(self.samples - 1, rng)]
-            rows = [
-                torch.from_numpy(rng.integers(0, self.model.vocab_size, num)) for num in lengths
-            ]
-            batches.append({"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})
-        return batches
+        return [
+            random_batch([self.longest, *lengths_of.sample(self.samples - 1, rng)], vocab_size, rng)
+            for _ in range(self.warmup + self.steps)
+        ]
+
+    def settings(self, planner: str, num_ranks: int) -> PlanSettings:
+        """How a planner plans on a pool."""
+        return PlanSettings.of_run(
+            ParallelSizes(world_size=num_ranks),
+            max_seqlen_per_dp_cp_rank=self.cap(num_ranks),
+            planner=planner,
+            context_parallel_size=num_ranks,
+            cost_model=self.cost_model,
+        )
 
 
 @dataclass
@@ -92,72 +96,41 @@ class Figures:
     cp_sizes: Counter[int] = field(default_factory=Counter)
 
 
-class Run:
-    """One model and optimizer, with an engine for each planner."""
-
-    def __init__(self, options: Options, context: ParallelContext) -> None:
-        self.vocab_size = options.model.vocab_size
-        self.model = build_gpt_model(options.model, context, dtype=torch.float32, seed=0)
-        install_cp_hooks(self.model)
-        self.ddp = wrap_ddp(self.model, context)
-        settings = OptimizerSettings(lr=0.0)
-        self.optimizer = build_optimizer(self.ddp, context, settings, clip_grad=1.0)
-        pool = context.sizes.dp_cp_size
-        self.engines = {
-            planner: DynamicCPEngine(
-                context,
-                PlanSettings.of_run(
-                    context.sizes,
-                    max_seqlen_per_dp_cp_rank=options.cap(pool),
-                    planner=planner,
-                    context_parallel_size=pool,
-                ),
-            )
-            for planner in PLANNERS
-        }
-
-    def step(self, planner: str, batch: dict[str, torch.Tensor], figures: Figures) -> None:
-        """Trains on a batch and adds what it took."""
-        engine = self.engines[planner]
-        dist.barrier()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        planned = engine.prepare(batch, vocab_size=self.vocab_size)
-        result = engine.train_step(self.ddp, planned, self.micro_batch_step)
-        self.optimizer.step()
-        dist.barrier()
-        figures.seconds.append(time.perf_counter() - start)
-        cpu_seconds = torch.tensor(time.process_time() - cpu_start)
-        dist.all_reduce(cpu_seconds)
-        figures.cpu_seconds.append(float(cpu_seconds))
-        figures.tokens.append(planned.plan.num_tokens)
-        figures.targets.append(int(result.num_tokens))
-        figures.losses.append(float(result.loss))
-        figures.micro_batches.append(len(planned.plan.steps))
-        figures.cp_sizes.update(planned.plan.cp_sizes())
-
-    def micro_batch_step(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``DynamicCPModule``'s."""
-        hidden, weight = hidden_states(self.model, micro_batch)
-        loss = linear_cross_entropy(hidden, weight, micro_batch.labels, vocab_size=self.vocab_size)
-        return loss, micro_batch.num_tokens
+def timed_step(
+    loop: BareLoop, engine: DynamicCPEngine, batch: dict[str, torch.Tensor], figures: Figures
+) -> None:
+    """Trains on a batch and adds what it took."""
+    dist.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    planned, result = loop.step(engine, batch)
+    dist.barrier()
+    figures.seconds.append(time.perf_counter() - start)
+    cpu_seconds = torch.tensor(time.process_time() - cpu_start)
+    dist.all_reduce(cpu_seconds)
+    figures.cpu_seconds.append(float(cpu_seconds))
+    figures.tokens.append(planned.plan.num_tokens)
+    figures.targets.append(int(result.num_tokens))
+    figures.losses.append(float(result.loss))
+    figures.micro_batches.append(len(planned.plan.steps))
+    figures.cp_sizes.update(planned.plan.cp_sizes())
 
 
 def work(options: Options) -> dict[str, Figures]:
     """What each process runs: every batch under every planner, the order turning."""
-    dist.init_process_group("gloo")
-    context = setup_parallel(ParallelSizes(world_size=dist.get_world_size()))
-    try:
-        with quiet_megatron():
-            run = Run(options, context)
-        warm = {planner: Figures() for planner in PLANNERS}
-        figures = {planner: Figures() for planner in PLANNERS}
+    planners = options.planners
+    warm = {planner: Figures() for planner in planners}
+    figures = {planner: Figures() for planner in planners}
+    with parallel_processes() as context:
+        loop = BareLoop(options.model, context, lr=0.0)
+        engines = {
+            planner: DynamicCPEngine(context, options.settings(planner, dist.get_world_size()))
+            for planner in planners
+        }
         for index, batch in enumerate(options.batches()):
-            for turn in range(len(PLANNERS)):
-                planner = PLANNERS[(index + turn) % len(PLANNERS)]
-                run.step(planner, batch, (warm if index < options.warmup else figures)[planner])
-    finally:
-        context.destroy()
-        dist.destroy_process_group()
+            counted = warm if index < options.warmup else figures
+            for turn in range(len(planners)):
+                planner = planners[(index + turn) % len(planners)]
+                timed_step(loop, engines[planner], batch, counted[planner])
     return figures
 
 

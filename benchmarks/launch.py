@@ -1,13 +1,14 @@
-"""Starts a benchmark's processes on this machine, and sums up paired times."""
+"""Starts a benchmark's processes on this machine, reads their memory, sums up paired times."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from lightning_dcp.tools import processes
+from lightning_dcp.tools.calibrate import processes
 
 
 def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -27,6 +28,14 @@ def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
 def _without_warnings(function: Callable[..., Any], *args: Any) -> Any:
     warnings.simplefilter("ignore")
     return function(*args)
+
+
+def proc_bytes(path: str, key: str) -> int:
+    """A size that Linux reports, such as ``VmHWM`` of ``/proc/self/status``, in bytes."""
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{path} has no {key}")
 
 
 def spread(values: Sequence[float]) -> str:

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from launch import proc_bytes
+
 WIDTH = 512
 FORMS = ("plain", "torch", "sum", "rows")
 ROUNDS = 2
@@ -82,24 +84,17 @@ def _inputs(rows: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def _proc_bytes(path: str, key: str) -> int:
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{path} has no {key}")
-
-
 def measure(form: str, case: Case) -> Figure:
     """One forward and backward, in this process."""
     loss = _loss(form)
     loss(*_inputs(64, 256, case.dtype)).backward()
     hidden, weight, labels = _inputs(case.rows, case.vocab, case.dtype)
     Path("/proc/self/clear_refs").write_text("5")  # resets the highest resident size
-    before = _proc_bytes("/proc/self/status", "VmRSS")
+    before = proc_bytes("/proc/self/status", "VmRSS")
     start = time.perf_counter()
     loss(hidden, weight, labels).backward()
     seconds = time.perf_counter() - start
-    extra = _proc_bytes("/proc/self/status", "VmHWM") - before - hidden.nbytes - weight.nbytes
+    extra = proc_bytes("/proc/self/status", "VmHWM") - before - hidden.nbytes - weight.nbytes
     return Figure(seconds, extra / 1e6)
 
 
@@ -114,7 +109,7 @@ def _in_child(form: str, case: Case) -> Figure:
 def _compare(case: Case, rounds: int) -> dict[str, Figure]:
     """Every form on ``case``: the shortest time and the most memory over the rounds."""
     plain, scale = case, 1
-    while plain.plain_bytes > 0.7 * _proc_bytes("/proc/meminfo", "MemAvailable"):
+    while plain.plain_bytes > 0.7 * proc_bytes("/proc/meminfo", "MemAvailable"):
         plain, scale = Case(plain.rows // 2, case.vocab, case.dtype), 2 * scale
     found: dict[str, list[Figure]] = {form: [] for form in FORMS}
     for _ in range(rounds):

@@ -26,21 +26,17 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
+from bare_loop import BareLoop, random_batch
 from launch import run_on, spread
 from lightning_dcp import (
     DynamicCPModule,
     DynamicCPStrategy,
     LRSchedule,
-    MicroBatch,
     ModelConfig,
-    OptimizerSettings,
     StepReport,
-    linear_cross_entropy,
 )
 from lightning_dcp.data.lengths import LengthDistribution
-from lightning_dcp.engine import DynamicCPEngine, PlanSettings, build_optimizer, wrap_ddp
-from lightning_dcp.model import build_gpt_model, hidden_states
-from lightning_dcp.parallel import ParallelContext, install_cp_hooks
+from lightning_dcp.engine import DynamicCPEngine
 
 CLIP = 1.0
 LENGTHS = LengthDistribution(kind="long_tail", low=64, high=1024)
@@ -70,42 +66,11 @@ class Options:
     def batches(self, num_batches: int) -> list[dict[str, torch.Tensor]]:
         """Random tokens, the same on every rank."""
         rng = np.random.default_rng(0)
-        batches = []
-        for _ in range(num_batches):
-            lengths = LENGTHS.sample(self.samples, rng)
-            rows = [
-                torch.from_numpy(rng.integers(0, self.model.vocab_size, num)) for num in lengths
-            ]
-            batches.append({"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})
-        return batches
-
-
-class BareLoop:
-    """A twin of the Trainer's model on its process groups: engine and optimizer, nothing else."""
-
-    def __init__(self, options: Options, context: ParallelContext) -> None:
-        self.vocab_size = options.model.vocab_size
-        self.model = build_gpt_model(options.model, context, dtype=torch.float32, seed=0)
-        install_cp_hooks(self.model)
-        self.ddp = wrap_ddp(self.model, context)
-        self.optimizer = build_optimizer(self.ddp, context, OptimizerSettings(), clip_grad=CLIP)
-        cap = options.cap(context.sizes.dp_cp_size)
-        self.engine = DynamicCPEngine(
-            context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=cap)
-        )
-
-    def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Trains on a batch; its mean loss."""
-        planned = self.engine.prepare(batch, vocab_size=self.vocab_size)
-        result = self.engine.train_step(self.ddp, planned, self.micro_batch_step)
-        self.optimizer.step()
-        return result.loss
-
-    def micro_batch_step(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``DynamicCPModule``'s."""
-        hidden, weight = hidden_states(self.model, micro_batch)
-        loss = linear_cross_entropy(hidden, weight, micro_batch.labels, vocab_size=self.vocab_size)
-        return loss, micro_batch.num_tokens
+        vocab_size = self.model.vocab_size
+        return [
+            random_batch(LENGTHS.sample(self.samples, rng), vocab_size, rng)
+            for _ in range(num_batches)
+        ]
 
 
 @dataclass
@@ -140,16 +105,19 @@ class AlternatingBatches:
         return self.options.warmup + self.options.steps + 1
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        loop = BareLoop(self.options, self.module.trainer.strategy.context)
+        strategy = self.module.trainer.strategy
+        # A twin of the Trainer's model on its process groups, planned in the same way.
+        loop = BareLoop(self.options.model, strategy.context, clip_grad=CLIP)
+        engine = DynamicCPEngine(strategy.context, strategy.engine.settings)
         for batch in self.options.batches(len(self)):
             self.bare.start()
-            loss = loop.step(batch)
+            _, result = loop.step(engine, batch)
             self.bare.stop()
             self.lightning.start()
             yield batch
             # Not reached after the last batch: nobody asks for another.
             self.lightning.stop()
-            self.losses.append((float(loss), float(self.module.last_step.loss)))
+            self.losses.append((float(result.loss), float(self.module.last_step.loss)))
 
 
 def work(options: Options) -> dict[str, list[float]]:

@@ -24,8 +24,9 @@ class StepReport(Callback):
 
     def __init__(self, every_n_steps: int = 1, num_compared: int = 5) -> None:
         self.every_n_steps = check_at_least("every_n_steps", every_n_steps)
+        check_at_least("num_compared", num_compared)
         self._first: list[float] = []
-        self._last: deque[float] = deque(maxlen=check_at_least("num_compared", num_compared))
+        self._last: deque[float] = deque(maxlen=num_compared)
         self._num_steps = 0
 
     @override

@@ -52,7 +52,7 @@ def test_every_key_is_what_the_loss_and_the_routers_read(experts, dtype):
     ("options", "found"),
     [
         ({"topk": 5}, "topk=5 is more than rollouts.num_experts=4"),
-        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"num_layers": 0}, "num_layers=0 must be 1 or more"),
         ({"prompt_share": 1.5}, "prompt_share=1.5 must be from 0 to 1"),
     ],
 )

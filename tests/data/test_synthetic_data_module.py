@@ -118,7 +118,7 @@ def test_there_is_something_to_learn(vocab_size):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab_size": 1}, "vocab_size=1, but it must be 2 or more"),
+        ({"vocab_size": 1}, "vocab_size=1 must be 2 or more"),
         ({"global_batch_size": 0}, "global_batch_size=0"),
         ({"num_batches": 0}, "num_batches=0"),
         ({"num_val_batches": -1}, "num_val_batches=-1"),

@@ -119,7 +119,7 @@ def test_held_out_documents_depend_on_the_text_alone(corpus, tmp_path):
     held_out = {row[0] for batch in batches(module.val_dataloader()) for row in batch}
     assert module.train_counts.documents + module.val_counts.documents == NUM_DOCUMENTS
     assert 3 <= module.val_counts.documents <= 21
-    trained = {row[0] for row in (x["input_ids"].tolist() for x in module._train_set)}
+    trained = {row[0] for row in (x["input_ids"].tolist() for x in module.train_set)}
     assert held_out.isdisjoint(trained)
 
     folder = tmp_path / "other"
@@ -229,7 +229,7 @@ def test_a_tokenizer_directory(corpus, tmp_path):
         ({"data": ""}, "data='': give one path"),
         ({"val_data": []}, r"val_data=\[\]: give one path"),
         ({"max_length": 4, "min_length": 5}, "max_length=4 is below min_length=5"),
-        ({"min_length": 0}, "min_length=0, but it must be 1 or more"),
+        ({"min_length": 0}, "min_length=0 must be 1 or more"),
         ({"global_batch_size": 0}, "global_batch_size=0"),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"seed": -1}, "seed=-1"),

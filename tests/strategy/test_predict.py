@@ -178,7 +178,7 @@ def test_a_writer_stores_any_output_with_ids_in_order(tmp_path):
     assert table["sample_id"] == list(range(15))
     module = SyntheticDataModule(**SYNTHETIC)
     module.setup()
-    for row, sample in enumerate(module._train_set):
+    for row, sample in enumerate(module.train_set):
         ids = sample["input_ids"].tolist()
         assert table["input_ids"][row] == ids
         assert table["ids"][row] == [0, *ids[1:]]

@@ -16,7 +16,7 @@ from lightning_dcp.config.padding import rows_per_rank
 from lightning_dcp.data import LengthDistribution
 from lightning_dcp.planning import evaluate
 from lightning_dcp.planning.cost.calibration_file import read_calibration
-from lightning_dcp.tools.calibrate.measuring import grid
+from lightning_dcp.tools.calibrate.measuring import shapes_to_time
 
 MODEL = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=64)
 OTHER = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64)
@@ -120,13 +120,13 @@ def test_a_file_that_is_missing_on_one_rank_stops_all(calibrated):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_grid_keeps_the_cap_and_varies_everything(num_ranks, tp_size):
-    cells = grid(num_ranks, cap=512, tp_size=tp_size, shortest=32, seed=0)
-    assert len(set(cells)) == len(cells)
-    for cell in cells:
-        rows = sum(rows_per_rank(length, cell.size, tp_size) for length in cell.lengths)
+    shapes = shapes_to_time(num_ranks, cap=512, tp_size=tp_size, shortest=32, seed=0)
+    assert len(set(shapes)) == len(shapes)
+    for shape in shapes:
+        rows = sum(rows_per_rank(length, shape.size, tp_size) for length in shape.lengths)
         assert 0 < rows <= 512
     for size in {1, 2, num_ranks} & set(range(1, num_ranks + 1)):
-        of_size = [cell.lengths for cell in cells if cell.size == size]
+        of_size = [shape.lengths for shape in shapes if shape.size == size]
         assert len({length for lengths in of_size for length in lengths}) > 5
         assert {len(lengths) for lengths in of_size} >= {1, 2}
         assert any(len(set(lengths)) > 1 for lengths in of_size)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_dcp.tools.compare.command import compare, main
+from lightning_dcp.tools.compare.command import compare, main, static_size
 from lightning_dcp.tools.compare.comparison import TimedStep, compare_steps, describe
 from lightning_dcp.tools.compare.measured_fit import MeasuredCLI
 from lightning_dcp.tools.lightning_cli import cli_options
@@ -171,9 +171,9 @@ def test_a_run_that_fails_shows_what_it_printed(tmp_path):
     [
         ({"config": []}, "needs --config"),
         ({"config": ["nowhere.yaml"]}, "nowhere.yaml: there is no such file"),
-        ({"steps": 0}, "at least 1"),
-        ({"rounds": 0}, "at least 1"),
-        ({"warmup_steps": -1}, "at least 0"),
+        ({"steps": 0}, "steps=0 must be 1 or more"),
+        ({"rounds": 0}, "rounds=0 must be 1 or more"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 must be 0 or more"),
     ],
 )
 def test_bad_options(options, message, tmp_path):
@@ -189,6 +189,19 @@ def test_a_static_size_that_the_config_does_not_tell(tmp_path):
     config.write_text(yaml.safe_dump({**CONFIG, "trainer": trainer}))
     with pytest.raises(ValueError, match="give --context_parallel_size"):
         compare([str(config)])
+
+
+def test_the_static_size_is_the_configs_or_its_pool(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text(yaml.safe_dump(CONFIG))
+    options = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+    override = {"trainer": {"devices": 8, "strategy": {"init_args": options}}}
+    second.write_text(yaml.safe_dump(override))
+    assert static_size([str(first)]) == 2
+    assert static_size([str(first), str(second)]) == 2
+    options["context_parallel_size"] = 4
+    second.write_text(yaml.safe_dump(override))
+    assert static_size([str(first), str(second)]) == 4
 
 
 @pytest.mark.parametrize("name", ["quickstart", "static_cp", "mtp", "moe_small", "rl_r3"])

@@ -17,7 +17,7 @@ from lightning_dcp.cli import main
 from lightning_dcp.data.lengths import LengthDistribution
 from lightning_dcp.planning import PlanSettings, make_plan, preset_of
 from lightning_dcp.planning.cost.calibration_file import Calibration
-from lightning_dcp.tools.plan.run import Run, RunOptions
+from lightning_dcp.tools.plan.run import PredictedRun, RunOptions
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -52,7 +52,7 @@ def batches(content: dict[str, Any]) -> list[np.ndarray]:
 
 def check_same(path: Path, content: dict[str, Any], **options: Any) -> None:
     fit = settings_of_fit(content)
-    run = Run.read(RunOptions(model=str(path), **options))
+    run = PredictedRun.read(RunOptions(model=str(path), **options))
     size = run.options.context_parallel_size
     predicted = run.settings(str(run.planner), context_parallel_size=size)
     assert predicted == fit
@@ -118,7 +118,7 @@ def test_options_override_the_config(tmp_path):
 def test_the_configs_calibration_is_used(tmp_path):
     content = yaml.safe_load((CONFIGS[0].parent / "quickstart.yaml").read_text())
     fit = settings_of_fit(content)
-    run = Run.read(RunOptions(model=str(CONFIGS[0].parent / "quickstart.yaml")))
+    run = PredictedRun.read(RunOptions(model=str(CONFIGS[0].parent / "quickstart.yaml")))
     measured = tmp_path / "calibration.json"
     text = Calibration(
         cost_model=fit.cost_model,
@@ -135,9 +135,9 @@ def test_the_configs_calibration_is_used(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(content))
     check_same(path, content)
-    assert Run.read(RunOptions(model=str(path))).calibration is not None
+    assert PredictedRun.read(RunOptions(model=str(path))).calibration is not None
     # A device that is asked for takes its place.
-    assert Run.read(RunOptions(model=str(path), device="h100")).calibration is None
+    assert PredictedRun.read(RunOptions(model=str(path), device="h100")).calibration is None
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def _build(source: CacheSource, tokenizer: Tokenizer, folder: Path, *, progress:
             num_documents, num_tokens = _tokenise(
                 source, tokenizer, dtype, tokens, documents, progress=progress
             )
+            # On disk before the rename: a power cut must not leave a whole folder of empty files.
             for stream in (tokens, documents):
                 stream.flush()
                 os.fsync(stream.fileno())

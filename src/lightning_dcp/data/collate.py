@@ -46,6 +46,7 @@ def collate_jagged(
         _checked_length(index, sample, tensors[0], may_lack_last)
         for index, sample in enumerate(tensors)
     ]
+    # One tensor for all keys: operations on several NestedTensors want the very same offsets.
     offsets = _offsets(lengths)
     batch = {}
     for key, first in tensors[0].items():
@@ -97,6 +98,7 @@ def _checked_length(
                 f"sample {index}: {key} has the shape {list(value.shape)}, in sample 0 it has"
                 f" {list(first[key].shape)}: only the first dimension may differ"
             )
+        # Samplers do not run a sample's last token, and have no routes for it.
         allowed = {length, length - 1} if key in may_lack_last else {length}
         if value.dim() and len(value) not in allowed:
             raise ValueError(

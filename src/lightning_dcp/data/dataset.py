@@ -56,13 +56,13 @@ class TokenRanges(Dataset[dict[str, Tensor]]):
 
 
 class WithSampleIds(Dataset[dict[str, Any]]):
-    """The samples of another dataset, each with its index there as ``sample_id``.
+    """The samples of another dataset, each with its index there as ``sample_id`` if it has none.
 
     Args:
         dataset: Samples that are dicts.
     """
 
-    def __init__(self, dataset: Dataset[dict[str, Tensor]]) -> None:
+    def __init__(self, dataset: Dataset[dict[str, Any]]) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:
@@ -70,4 +70,4 @@ class WithSampleIds(Dataset[dict[str, Any]]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self._dataset[index], "sample_id": index}
+        return {"sample_id": index, **self._dataset[index]}

@@ -49,6 +49,7 @@ def find_files(patterns: Sequence[str], *, option: str) -> list[str]:
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         if STDLIB in pattern:
             matches = [match for match in matches if not _is_installed(match, stdlib)]
+        # Sorted: every machine then numbers the documents alike.
         files = sorted(os.path.abspath(match) for match in matches if os.path.isfile(match))
         if not files:
             shown = pattern if path == pattern else f"{pattern} ({path})"
@@ -87,6 +88,7 @@ def read_documents(path: str, text_field: str) -> Iterator[Document]:
                     if line.strip():
                         text = _text_of_line(line, f"{path}, line {number}", text_field)
                         text, num_replaced = _clean(text)
+                        # raw, not stream: the progress bar counts bytes of the file as stored.
                         yield Document(text, number, num_replaced, raw.tell())
             else:
                 text, num_replaced = _clean(_decode(stream.read().removeprefix(_BOM)))
@@ -101,6 +103,7 @@ def _is_installed(path: str, stdlib: str) -> bool:
 
 
 def _decode(data: bytes) -> str:
+    # Bytes that are no UTF-8 become surrogates, which _clean counts and replaces.
     return data.decode("utf-8", "surrogateescape")
 
 

@@ -46,6 +46,7 @@ class LengthTable:
             Lengths in tokens, int64, ``[num_samples]``.
         """
         cumulative = np.cumsum(self.counts)
+        # One random number a sample, so that fewer samples are a prefix of more.
         targets = (rng.random(num_samples) * cumulative[-1]).astype(np.int64)
         drawn: NDArray[np.int64] = self.lengths[np.searchsorted(cumulative, targets, side="right")]
         return drawn
@@ -150,6 +151,7 @@ def read_length_file(path: str | os.PathLike[str]) -> LengthTable:
         raise ValueError(f"length_file: {file} holds a number above 2**63 - 1") from error
     if len(pairs) == 0:
         raise ValueError(f"length_file: {file} holds no line of numbers below its header")
+    # A length may have several lines.
     lengths, index = np.unique(pairs[:, 0], return_inverse=True)
     counts = np.zeros(len(lengths), dtype=np.int64)
     np.add.at(counts, index, pairs[:, 1])

@@ -7,17 +7,16 @@ from typing import Any, override
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_dcp.config.requirements import PYARROW_AVAILABLE
+from lightning_dcp.data.base import GlobalBatchDataModule
 from lightning_dcp.data.documents import find_files
-from lightning_dcp.data.loaders import check_counts, global_batch_loader, predict_loader
 
 
-class ParquetDataModule(LightningDataModule):
+class ParquetDataModule(GlobalBatchDataModule):
     """Samples from parquet files as jagged global batches, each column a key of the batch.
 
     A row is a sample. A column of lists holds a value a token (``[length, ...]`` where the lists
@@ -54,61 +53,32 @@ class ParquetDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 2,
     ) -> None:
-        super().__init__()
-        check_counts(
-            global_batch_size=(global_batch_size, 1), seed=(seed, 0), num_workers=(num_workers, 0)
+        super().__init__(
+            global_batch_size=global_batch_size,
+            max_length=None,
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
         )
         if not PYARROW_AVAILABLE:
             raise ModuleNotFoundError(f"ParquetDataModule reads parquet: {PYARROW_AVAILABLE}")
-        self.global_batch_size = global_batch_size
-        self.max_length: int | None = None
         self._patterns = [data] if isinstance(data, str) else list(data)
         self._names = dict(columns or {})
         self._leave_out = tuple(leave_out)
-        self._shuffle = shuffle
-        self._seed = seed
-        self._num_workers = num_workers
-        self._samples: ParquetSamples | None = None
+        self._num_samples = 0
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        if self._samples is None:
+        if self.train_set is None:
             files = find_files(self._patterns, option="data")
-            self._samples = ParquetSamples(files, names=self._names, leave_out=self._leave_out)
-            self.max_length = int(self._samples.lengths.max(initial=0))
-        if stage in (None, "fit") and len(self._samples) < self.global_batch_size:
+            samples = ParquetSamples(files, names=self._names, leave_out=self._leave_out)
+            self.max_length = int(samples.lengths.max(initial=0))
+            self.train_set, self._num_samples = samples, len(samples)
+        if stage in (None, "fit") and self._num_samples < self.global_batch_size:
             raise ValueError(
-                f"data={self._patterns} has {len(self._samples)} samples, fewer than "
+                f"data={self._patterns} has {self._num_samples} samples, fewer than "
                 f"global_batch_size={self.global_batch_size}: there is no full batch to train on."
             )
-
-    def _ready(self) -> ParquetSamples:
-        if self._samples is None:
-            raise RuntimeError("ParquetDataModule has no data yet: call setup() first")
-        return self._samples
-
-    @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(shuffle=self._shuffle, drop_last=True)
-
-    @override
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Every sample once, in order, with its index as ``sample_id`` unless it has one."""
-        if "sample_id" in self._ready().keys:
-            return self._loader(shuffle=False, drop_last=False)
-        return predict_loader(
-            self._ready(), global_batch_size=self.global_batch_size, num_workers=self._num_workers
-        )
-
-    def _loader(self, *, shuffle: bool, drop_last: bool) -> DataLoader[Any]:
-        return global_batch_loader(
-            self._ready(),
-            global_batch_size=self.global_batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=self._seed,
-            num_workers=self._num_workers,
-        )
 
 
 class ParquetSamples(Dataset[dict[str, Tensor]]):
@@ -131,6 +101,7 @@ class ParquetSamples(Dataset[dict[str, Tensor]]):
 
         tables = [pq.read_table(file) for file in files]
         for file, table in zip(files, tables, strict=True):
+            # pyarrow would fill a column that one file lacks with nulls.
             if table.schema != tables[0].schema:
                 raise ValueError(
                     f"{file} has the columns {table.schema.names} and {files[0]} "
@@ -185,7 +156,10 @@ class _Column:
                     "whose lengths are not fixed."
                 )
             parts.append(values.to_numpy(zero_copy_only=False).reshape(-1, *shape))
+            # The same in all chunks, which share a type.
             self._is_list = is_list
+        # A copy: Arrow's memory is read-only, which torch warns of. One flat tensor a column: a
+        # sample's rows are a view of it.
         self._values = torch.from_numpy(np.concatenate(parts).copy())
         self.lengths = np.concatenate(lengths).astype(np.int64)
         self._ends = np.cumsum(self.lengths)

@@ -99,8 +99,11 @@ def cut_documents(
     dropped = short | (long if long_documents == "drop" else False)
     pieces = np.where(dropped, 0, 1)
     if long_documents == "split":
+        # A rest that is too short to be a sample is dropped.
         whole, rest = np.divmod(lengths, max_length)
         pieces = np.where(long, whole + (rest >= min_length), pieces)
+    # All pieces of all documents at once: a corpus has millions. A piece's number within its
+    # document is its number among all pieces less that of its document's first.
     first = np.cumsum(pieces) - pieces
     index_in_document = np.arange(pieces.sum()) - np.repeat(first, pieces)
     sample_starts = np.repeat(starts, pieces) + index_in_document * max_length

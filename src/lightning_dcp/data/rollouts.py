@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.packing import ROUTES, RouteShape
 
 
@@ -35,8 +36,7 @@ class SyntheticRollouts:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_experts", "topk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollouts.{name}={getattr(self, name)} must be at least 1.")
+            check_at_least(f"rollouts.{name}", getattr(self, name))
         if self.topk > self.num_experts:
             raise ValueError(
                 f"rollouts.topk={self.topk} is more than rollouts.num_experts={self.num_experts}."
@@ -53,7 +53,9 @@ class SyntheticRollouts:
             rng: Where they are drawn from.
         """
         shape = RouteShape(self.num_layers, self.topk, self.num_experts)
+        # The first topk of a random order are different experts; the last token has none.
         order = rng.random((length - 1, self.num_layers, self.num_experts)).argsort(axis=-1)
+        # A model that knows nothing gives each of its tokens the probability 1 / vocab_size.
         log_probs = rng.normal(-math.log(vocab_size), 0.1, length)
         return {
             "old_log_probs": torch.from_numpy(log_probs.astype(np.float32)),

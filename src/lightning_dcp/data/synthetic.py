@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, override
+from typing import override
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from lightning_dcp.config.checks import check_at_least
+from lightning_dcp.data.base import GlobalBatchDataModule, PredictSplit, check_lengths
 from lightning_dcp.data.lengths import LengthDistribution, read_length_file
-from lightning_dcp.data.loaders import (
-    PredictSplit,
-    check_counts,
-    check_predict_split,
-    global_batch_loader,
-    predict_loader,
-)
 from lightning_dcp.data.rollouts import SyntheticRollouts
 
 _TRAIN, _VAL, _LANGUAGE = 0, 1, 2  # streams of random numbers of one seed
@@ -64,9 +58,11 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
         length, vocab_size = int(self.lengths[index]), len(self._circle)
         rng = np.random.default_rng([*self._seed, index])
         jumps = rng.random(length) >= _PREDICTABLE
+        # The first token follows none.
         jumps[0] = True
         targets = (vocab_size * rng.random(length) ** 3).astype(np.int64)
         steps = np.arange(length)
+        # A token is as many places around the circle as it is steps behind the last jump.
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
         positions = (targets[last_jump] + steps - last_jump) % vocab_size
         sample = {"input_ids": torch.from_numpy(self._circle[positions].astype(np.int64))}
@@ -75,7 +71,7 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
         return sample
 
 
-class SyntheticDataModule(LightningDataModule):
+class SyntheticDataModule(GlobalBatchDataModule):
     """Random tokens with lengths from a length file or a distribution, as jagged global batches.
 
     Sample ``i`` depends on ``seed`` and ``i`` alone, not on ranks, workers or the epoch: every
@@ -120,39 +116,29 @@ class SyntheticDataModule(LightningDataModule):
         predict_split: PredictSplit = "train",
         rollouts: SyntheticRollouts | None = None,
     ) -> None:
-        super().__init__()
-        check_counts(
-            vocab_size=(vocab_size, 2),
-            global_batch_size=(global_batch_size, 1),
-            num_batches=(num_batches, 1),
-            num_val_batches=(num_val_batches, 0),
-            min_length=(min_length, 1),
-            seed=(seed, 0),
-            num_workers=(num_workers, 0),
+        check_lengths(min_length, max_length)
+        super().__init__(
+            global_batch_size=global_batch_size,
+            max_length=max_length,
+            shuffle=False,
+            seed=seed,
+            num_workers=num_workers,
+            predict_split=predict_split,
         )
-        if max_length < min_length:
-            raise ValueError(f"max_length={max_length} is below min_length={min_length}")
+        self.vocab_size = check_at_least("vocab_size", vocab_size, 2)
+        self._num_batches = check_at_least("num_batches", num_batches)
+        self._num_val_batches = check_at_least("num_val_batches", num_val_batches, 0)
         if lengths is not None and length_file is not None:
             raise ValueError(f"lengths={lengths} and length_file={length_file!r}: give only one")
-        self.vocab_size = vocab_size
-        self.max_length = max_length
-        self.global_batch_size = global_batch_size
         self._lengths = lengths or LengthDistribution()
         self._length_file = length_file
-        self._num_batches = num_batches
-        self._num_val_batches = num_val_batches
-        self._min_length = min_length
-        self._seed = seed
-        self._num_workers = num_workers
+        self._min_length, self._max_length = min_length, max_length
         self._rollouts = rollouts
-        self._predict_split = check_predict_split(predict_split)
-        self._train_set: SyntheticTokens | None = None
-        self._val_set: SyntheticTokens | None = None
         self.num_clipped = 0
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        if self._train_set is not None:
+        if self.train_set is not None:
             return
         distribution = (
             self._lengths if self._length_file is None else read_length_file(self._length_file)
@@ -160,7 +146,7 @@ class SyntheticDataModule(LightningDataModule):
         for stream, num_batches in ((_TRAIN, self._num_batches), (_VAL, self._num_val_batches)):
             rng = np.random.default_rng([self._seed, stream])
             drawn = distribution.sample(num_batches * self.global_batch_size, rng)
-            lengths = np.clip(drawn, self._min_length, self.max_length)
+            lengths = np.clip(drawn, self._min_length, self._max_length)
             self.num_clipped += int((lengths != drawn).sum())
             tokens = SyntheticTokens(
                 lengths,
@@ -170,49 +156,11 @@ class SyntheticDataModule(LightningDataModule):
                 rollouts=self._rollouts,
             )
             if stream == _TRAIN:
-                self._train_set = tokens
+                self.train_set = tokens
             elif num_batches:
-                self._val_set = tokens
+                self.val_set = tokens
         total = (self._num_batches + self._num_val_batches) * self.global_batch_size
         rank_zero_info(
             f"Synthetic data: {self.num_clipped:,} of {total:,} lengths were clipped to"
-            f" [{self._min_length}, {self.max_length}]"
-        )
-
-    @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        if self._train_set is None:
-            raise RuntimeError("SyntheticDataModule has no data yet: call setup() first")
-        return self._loader(self._train_set)
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        return [] if self._val_set is None else self._loader(self._val_set)
-
-    @override
-    def test_dataloader(self) -> DataLoader[Any] | list[Any]:
-        return self.val_dataloader()
-
-    @override
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Every sample of ``predict_split`` once, in order, with a ``sample_id``."""
-        chosen = self._train_set if self._predict_split == "train" else self._val_set
-        if self._train_set is None:
-            raise RuntimeError("SyntheticDataModule has no data yet: call setup() first")
-        if chosen is None:
-            raise ValueError(
-                f"predict_split={self._predict_split!r}, but there is no validation data."
-            )
-        return predict_loader(
-            chosen, global_batch_size=self.global_batch_size, num_workers=self._num_workers
-        )
-
-    def _loader(self, dataset: SyntheticTokens) -> DataLoader[Any]:
-        return global_batch_loader(
-            dataset,
-            global_batch_size=self.global_batch_size,
-            shuffle=False,
-            drop_last=True,
-            seed=self._seed,
-            num_workers=self._num_workers,
+            f" [{self._min_length}, {self._max_length}]"
         )

@@ -5,29 +5,21 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args, override
+from typing import get_args, override
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
 
+from lightning_dcp.data.base import GlobalBatchDataModule, PredictSplit, check_lengths
 from lightning_dcp.data.cache import CacheSource, TokenCache, load_or_build
 from lightning_dcp.data.dataset import TokenRanges
 from lightning_dcp.data.documents import find_files
-from lightning_dcp.data.loaders import (
-    PredictSplit,
-    check_counts,
-    check_predict_split,
-    global_batch_loader,
-    predict_loader,
-)
 from lightning_dcp.data.pieces import DocumentCounts, LongDocuments, cut_documents
 from lightning_dcp.data.tokenizers import Tokenizer, load_tokenizer
 
 
-class TextDataModule(LightningDataModule):
+class TextDataModule(GlobalBatchDataModule):
     """Documents from text files or JSON lines, tokenised once, as jagged global batches.
 
     Every rank yields the same global batches: ``{"input_ids": jagged int64}``, in an order that
@@ -84,15 +76,15 @@ class TextDataModule(LightningDataModule):
         cache_dir: str | None = None,
         predict_split: PredictSplit = "train",
     ) -> None:
-        super().__init__()
-        check_counts(
-            min_length=(min_length, 1),
-            global_batch_size=(global_batch_size, 1),
-            num_workers=(num_workers, 0),
-            seed=(seed, 0),
+        check_lengths(min_length, max_length)
+        super().__init__(
+            global_batch_size=global_batch_size,
+            max_length=max_length,
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
+            predict_split=predict_split,
         )
-        if max_length < min_length:
-            raise ValueError(f"max_length={max_length} is below min_length={min_length}")
         if long_documents not in get_args(LongDocuments):
             choices = ", ".join(get_args(LongDocuments))
             raise ValueError(f"long_documents={long_documents!r} is none of {choices}")
@@ -106,19 +98,11 @@ class TextDataModule(LightningDataModule):
         self._val_data = [] if val_data is None else _as_list("val_data", val_data)
         self._text_field = text_field
         self._tokenizer_directory = tokenizer
-        self.max_length = max_length
         self._long_documents: LongDocuments = long_documents
-        self.global_batch_size = global_batch_size
+        self._min_length, self._max_length = min_length, max_length
         self._val_fraction = val_fraction
-        self._num_workers = num_workers
         self._append_eos = append_eos
-        self._min_length = min_length
-        self._shuffle = shuffle
-        self._seed = seed
         self._cache_dir = cache_dir
-        self._predict_split = check_predict_split(predict_split)
-        self._train_set: TokenRanges | None = None
-        self._val_set: TokenRanges | None = None
         self.train_counts: DocumentCounts | None = None
         self.val_counts: DocumentCounts | None = None
 
@@ -161,14 +145,15 @@ class TextDataModule(LightningDataModule):
         cache = self._load("data", retry=False)
         val_cache = self._load("val_data", retry=False)
         assert cache is not None
+        # The hash as a number in [0, 1): a document is held out whatever else is in the files.
         held_out = np.asarray(cache.documents["hash"]) / 2.0**64 < self._val_fraction
-        self._train_set, self.train_counts = self._samples("data", cache, ~held_out)
+        self.train_set, self.train_counts = self._samples("data", cache, ~held_out)
         if val_cache is not None:
             everything = np.ones(len(val_cache.documents), dtype=bool)
-            self._val_set, self.val_counts = self._samples("val_data", val_cache, everything)
+            self.val_set, self.val_counts = self._samples("val_data", val_cache, everything)
         elif self._val_fraction:
-            self._val_set, self.val_counts = self._samples("val_fraction", cache, held_out)
-        if stage in (None, "fit") and len(self._train_set) < self.global_batch_size:
+            self.val_set, self.val_counts = self._samples("val_fraction", cache, held_out)
+        if stage in (None, "fit") and self.train_counts.samples < self.global_batch_size:
             raise ValueError(
                 f"data: {self.train_counts}: fewer samples than global_batch_size="
                 f"{self.global_batch_size}, so there is no full batch to train on"
@@ -177,50 +162,6 @@ class TextDataModule(LightningDataModule):
             rank_zero_info(f"Training data: {self.train_counts}")
             if self.val_counts:
                 rank_zero_info(f"Validation data: {self.val_counts}")
-
-    @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        if self._train_set is None:
-            raise RuntimeError("TextDataModule has no data yet: call setup() first")
-        return global_batch_loader(
-            self._train_set,
-            global_batch_size=self.global_batch_size,
-            shuffle=self._shuffle,
-            drop_last=True,
-            seed=self._seed,
-            num_workers=self._num_workers,
-        )
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        if self._val_set is None:
-            return []
-        return global_batch_loader(
-            self._val_set,
-            global_batch_size=self.global_batch_size,
-            shuffle=False,
-            drop_last=False,
-            seed=self._seed,
-            num_workers=self._num_workers,
-        )
-
-    @override
-    def test_dataloader(self) -> DataLoader[Any] | list[Any]:
-        return self.val_dataloader()
-
-    @override
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Every sample of ``predict_split`` once, in order, with a ``sample_id``."""
-        chosen = self._train_set if self._predict_split == "train" else self._val_set
-        if self._train_set is None:
-            raise RuntimeError("TextDataModule has no data yet: call setup() first")
-        if chosen is None:
-            raise ValueError(
-                f"predict_split={self._predict_split!r}, but there is no validation data."
-            )
-        return predict_loader(
-            chosen, global_batch_size=self.global_batch_size, num_workers=self._num_workers
-        )
 
     def _load(self, option: str, *, retry: bool) -> TokenCache | None:
         patterns = self._data if option == "data" else self._val_data
@@ -243,11 +184,13 @@ class TextDataModule(LightningDataModule):
         """Samples of the chosen documents, ``[num_documents]``; refuses to make none."""
         ends = np.asarray(cache.documents["end"])
         starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
-        self._refuse_long(option, cache, np.flatnonzero(chosen & (ends - starts > self.max_length)))
+        self._refuse_long(
+            option, cache, np.flatnonzero(chosen & (ends - starts > self._max_length))
+        )
         pieces = cut_documents(
             starts[chosen],
             ends[chosen],
-            max_length=self.max_length,
+            max_length=self._max_length,
             min_length=self._min_length,
             long_documents=self._long_documents,
             replaced_bytes=int(cache.documents["num_replaced"][chosen].sum()),
@@ -255,7 +198,7 @@ class TextDataModule(LightningDataModule):
         if len(pieces.starts) == 0:
             raise ValueError(
                 f"{option}: {pieces.counts}: nothing is left (val_fraction={self._val_fraction},"
-                f" min_length={self._min_length}, max_length={self.max_length},"
+                f" min_length={self._min_length}, max_length={self._max_length},"
                 f" long_documents={self._long_documents!r})"
             )
         samples = TokenRanges(cache.tokens_file, cache.dtype, pieces.starts, pieces.ends)
@@ -268,7 +211,7 @@ class TextDataModule(LightningDataModule):
         start = int(cache.documents["end"][first - 1]) if first else 0
         raise ValueError(
             f"{option}: {cache.name_of(first)} has {int(cache.documents['end'][first]) - start}"
-            f" tokens, above max_length={self.max_length}, as {len(too_long)} of"
+            f" tokens, above max_length={self._max_length}, as {len(too_long)} of"
             f" {len(cache.documents)} documents do: raise max_length, or set long_documents to"
             " split, truncate or drop"
         )

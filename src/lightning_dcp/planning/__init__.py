@@ -15,6 +15,7 @@ from lightning_dcp.planning.cost.calibration import (
 from lightning_dcp.planning.cost.estimate import cost_model_of_run
 from lightning_dcp.planning.cost.model import CostModel, CostParts
 from lightning_dcp.planning.cost.presets import CPU, H100, H200, DevicePreset, preset_of
+from lightning_dcp.planning.draw import draw_plan
 from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
 from lightning_dcp.planning.planners.megatron import has_megatron_scheduler
 from lightning_dcp.planning.planners.packs import Pack, complete, lay_out
@@ -47,6 +48,7 @@ __all__ = [
     "cost_model_from_json",
     "cost_model_of_run",
     "cost_model_to_json",
+    "draw_plan",
     "evaluate",
     "execution_of",
     "fit_cost_model",

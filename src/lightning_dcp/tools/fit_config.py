@@ -24,6 +24,7 @@ class FitConfig:
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
+        # By hand and not by LightningCLI, which would import every class that the file names.
         model = _section(content, "model", "init_args", "model")
         if not model:
             raise ValueError("there is no model.init_args.model, the sizes of a DynamicCPModule")
@@ -42,6 +43,7 @@ class FitConfig:
             devices = len(devices)
         elif isinstance(devices, str) and devices.isdigit():
             devices = int(devices)
+        # "auto" and -1 are known on the machine alone that runs it.
         return devices * int(nodes) if isinstance(devices, int) and devices > 0 else None
 
     @property
@@ -66,6 +68,7 @@ class FitConfig:
         get = self.strategy.get
         cp_size = get("context_parallel_size") or 1
         recompute = get("recompute") or {}
+        # "auto" and "gpu" name no device: --device, or its default, says which.
         on_cpu = self._trainer.get("accelerator") == "cpu"
         return {
             "tp_size": get("tensor_model_parallel_size"),

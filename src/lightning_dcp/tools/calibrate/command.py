@@ -13,22 +13,26 @@ import torch
 
 from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.files import whole_file
-from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.parallel import ParallelSizes
 from lightning_dcp.planning import (
-    CPU,
-    H100,
-    H200,
     CostModel,
     DevicePreset,
     MeasuredMicroBatch,
+    ModelSizes,
+    cost_model_of_run,
     fit_cost_model,
     predict,
+    preset_of,
     r_squared,
 )
 from lightning_dcp.planning.cost.calibration_file import Calibration
 from lightning_dcp.precision import MegatronPrecision
-from lightning_dcp.tools.calibrate.measuring import Cell, Measuring, grid, measure
+from lightning_dcp.tools.calibrate.measuring import (
+    MicroBatchShape,
+    TimingJob,
+    measure,
+    shapes_to_time,
+)
 from lightning_dcp.tools.calibrate.plot import plot_calibration
 from lightning_dcp.tools.calibrate.processes import run_on, started_by_launcher
 from lightning_dcp.tools.models import ModelOptions
@@ -83,8 +87,7 @@ class CalibrateOptions(ModelOptions):
             check_at_least("num_processes", self.num_processes)
         if not 0 <= self.quantile <= 1:
             raise ValueError(f"quantile={self.quantile} must be 0 to 1")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must be 0 or more")
+        check_at_least("seed", self.seed, 0)
         if self.shortest > self.max_seqlen_per_dp_cp_rank:
             raise ValueError(
                 f"shortest={self.shortest} is above max_seqlen_per_dp_cp_rank="
@@ -177,23 +180,23 @@ def calibrate(options: CalibrateOptions) -> Result:
     config.check_tensor_parallel(tp_size)
     sizes = ParallelSizes(world_size=num_processes, tensor_model_parallel_size=tp_size)
     precision = options.precision or ("bf16-mixed" if torch.cuda.is_available() else "32-true")
-    measuring = Measuring(
+    job = TimingJob(
         model=config,
         tp_size=tp_size,
         dtype=MegatronPrecision(precision).dtype,
-        cells=grid(
+        shapes=shapes_to_time(
             sizes.dp_cp_size, cap=cap, tp_size=tp_size, shortest=options.shortest, seed=options.seed
         ),
         repeats=options.repeats,
         quantile=options.quantile,
         seed=options.seed,
     )
-    _check_grid(measuring.cells, options)
+    _check_enough(job.shapes, options)
     measured: list[MeasuredMicroBatch] = (
-        measure(measuring) if started_by_launcher() else run_on(num_processes, measure, measuring)
+        measure(job) if started_by_launcher() else run_on(num_processes, measure, job)
     )
     fitted, held_out = _split(measured, options.seed)
-    cost_model = fit_cost_model(fitted, base=_base(config, tp_size, precision))
+    cost_model = fit_cost_model(fitted, base=_unmeasured(config.sizes, sizes, precision))
     calibration = Calibration(
         cost_model=cost_model,
         model=config.sizes,
@@ -216,12 +219,12 @@ def _num_processes(options: CalibrateOptions) -> int:
     return options.num_processes or gpus or 2
 
 
-def _check_grid(cells: Sequence[Cell], options: CalibrateOptions) -> None:
+def _check_enough(shapes: Sequence[MicroBatchShape], options: CalibrateOptions) -> None:
     # Up to five figures are fitted, and a quarter of the micro-batches is held out.
-    if len(cells) < 2 * _HELD_OUT:
+    if len(shapes) < 2 * _HELD_OUT:
         raise ValueError(
             f"max_seqlen_per_dp_cp_rank={options.max_seqlen_per_dp_cp_rank} with shortest="
-            f"{options.shortest} makes only {len(cells)} different micro-batches, too few to fit "
+            f"{options.shortest} makes only {len(shapes)} different micro-batches, too few to fit "
             "to: raise the one or lower the other"
         )
 
@@ -242,12 +245,12 @@ def _split(
     )
 
 
-def _base(config: ModelConfig, tp_size: int, precision: str) -> CostModel:
+def _unmeasured(model: ModelSizes, sizes: ParallelSizes, precision: str) -> CostModel:
     """What the measurements say nothing about, from data sheets."""
-    base = CostModel.from_sizes(config.sizes, _preset(), tp_size=tp_size)
+    base = cost_model_of_run(model, sizes, _preset())
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if local is not None and started_by_launcher():
-        base = replace(base, ranks_per_node=max(1, int(local) // tp_size))
+        base = replace(base, ranks_per_node=max(1, int(local) // sizes.tensor_model_parallel_size))
     # The sizes count activations in bfloat16.
     factor = 2.0 if precision == "32-true" else 1.0
     return replace(base, activation_bytes_per_row=factor * base.activation_bytes_per_row)
@@ -255,8 +258,8 @@ def _base(config: ModelConfig, tp_size: int, precision: str) -> CostModel:
 
 def _preset() -> DevicePreset:
     if not torch.cuda.is_available():
-        return CPU
-    return H200 if "H200" in torch.cuda.get_device_name() else H100
+        return preset_of("cpu")
+    return preset_of("cuda", torch.cuda.get_device_name())
 
 
 def _memory_bytes(num_processes: int) -> float:

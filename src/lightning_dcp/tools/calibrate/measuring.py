@@ -36,7 +36,7 @@ _NUM_MIXED = 6
 
 
 @dataclass(frozen=True)
-class Cell:
+class MicroBatchShape:
     """A micro-batch to time.
 
     Attributes:
@@ -49,29 +49,32 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
+class TimingJob:
     """What to time, and on what.
 
     Attributes:
         model: The model.
         tp_size: Tensor-parallel size.
         dtype: Of weights and activations.
-        cells: The micro-batches.
+        shapes: The micro-batches.
         repeats: How often each is timed, after a round that does not count.
-        quantile: Of a cell's times, the one that counts: 0 the fastest, 0.5 the median.
+        quantile: Of the times of a micro-batch, over repeats, the one that is kept: 0 the fastest,
+            0.5 the median.
         seed: Of the token ids.
     """
 
     model: ModelConfig
     tp_size: int
     dtype: torch.dtype
-    cells: tuple[Cell, ...]
+    shapes: tuple[MicroBatchShape, ...]
     repeats: int
     quantile: float
     seed: int
 
 
-def grid(num_ranks: int, *, cap: int, tp_size: int, shortest: int, seed: int) -> tuple[Cell, ...]:
+def shapes_to_time(
+    num_ranks: int, *, cap: int, tp_size: int, shortest: int, seed: int
+) -> tuple[MicroBatchShape, ...]:
     """Micro-batches of all CP sizes: lengths a factor of two apart, alone and in packs, and mixed.
 
     Args:
@@ -82,20 +85,24 @@ def grid(num_ranks: int, *, cap: int, tp_size: int, shortest: int, seed: int) ->
         seed: Of the mixed packs.
     """
     rng = np.random.default_rng(seed)
-    cells: dict[Cell, None] = {}
+    shapes: dict[MicroBatchShape, None] = {}
     for size in cp_sizes_of_pool(num_ranks):
         longest = longest_that_fits(cap, size, tp_size)
         length = shortest
         while length <= longest:
             fit = cap // rows_per_rank(length, size, tp_size)
+            # One sample, a few and a full pack: rows and pairs of rows then grow apart, so that a
+            # fit can tell their prices.
             for count in sorted({1, max(1, round(fit**0.5)), max(1, fit // 2), fit}):
-                cells[Cell((length,) * count, size)] = None
+                shapes[MicroBatchShape((length,) * count, size)] = None
             length *= 2
-        cells[Cell((longest,), size)] = None
+        shapes[MicroBatchShape((longest,), size)] = None
         for k in range(_NUM_MIXED):
             filled = cap * (k + 1) // _NUM_MIXED
-            cells[Cell(_mixed(rng, filled, size, tp_size, shortest, longest), size)] = None
-    return tuple(cells)
+            shapes[MicroBatchShape(_mixed(rng, filled, size, tp_size, shortest, longest), size)] = (
+                None
+            )
+    return tuple(shapes)
 
 
 def _mixed(
@@ -117,17 +124,17 @@ def _mixed(
     return tuple(lengths) or (shortest,)
 
 
-def measure(measuring: Measuring) -> list[MeasuredMicroBatch]:
-    """Times the cells; run by every process of a launcher, with its environment variables set.
+def measure(job: TimingJob) -> list[MeasuredMicroBatch]:
+    """Times micro-batches; run by every process of a launcher, with its environment variables set.
 
-    The cells take turns, so that a slow minute of the machine falls on all of them. All groups of a
-    size run the same micro-batch at once, as in a step of a plan.
+    The micro-batches take turns, so that a slow minute of the machine falls on all of them. All
+    groups of a size run the same micro-batch at once, as in a step of a plan.
 
     Args:
-        measuring: What to time.
+        job: What to time.
 
     Returns:
-        A time for each cell: the quantile, over repeats and groups, of the slowest member's.
+        A time for each shape: the quantile, over repeats and groups, of the slowest member's.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():
@@ -135,35 +142,33 @@ def measure(measuring: Measuring) -> list[MeasuredMicroBatch]:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     sizes = ParallelSizes(
         world_size=dist.get_world_size(),
-        tensor_model_parallel_size=measuring.tp_size,
-        sequence_parallel=measuring.tp_size > 1 and measuring.model.moe is not None,
+        tensor_model_parallel_size=job.tp_size,
+        sequence_parallel=job.tp_size > 1 and job.model.moe is not None,
     )
     context = setup_parallel(sizes)
     try:
         with quiet_megatron():
-            stopwatch = _Stopwatch(measuring, context)
+            stopwatch = _Stopwatch(job, context)
         rounds = []
         hidden = dist.get_rank() != 0
-        total = (1 + measuring.repeats) * len(measuring.cells)
+        total = (1 + job.repeats) * len(job.shapes)
         with tqdm(total=total, desc="Timing", unit="micro-batch", disable=hidden) as bar:
-            for _ in range(1 + measuring.repeats):
+            for _ in range(1 + job.repeats):
                 seconds = []
-                for cell in measuring.cells:
-                    seconds.append(stopwatch.time(cell))
+                for shape in job.shapes:
+                    seconds.append(stopwatch.time(shape))
                     bar.update()
                 rounds.append(seconds)
-        # [num_processes, repeats, num_cells]
+        # [num_processes, repeats, num_shapes]
         table = _gathered(np.array(rounds[1:]), context)
         return [
             MeasuredMicroBatch(
-                lengths=cell.lengths,
-                size=cell.size,
-                seconds=_of_groups(
-                    table[:, :, k], cell.size * measuring.tp_size, measuring.quantile
-                ),
-                tp_size=measuring.tp_size,
+                lengths=shape.lengths,
+                size=shape.size,
+                seconds=_slowest_of_groups(table[:, :, k], shape.size * job.tp_size, job.quantile),
+                tp_size=job.tp_size,
             )
-            for k, cell in enumerate(measuring.cells)
+            for k, shape in enumerate(job.shapes)
         ]
     finally:
         context.destroy()
@@ -176,7 +181,7 @@ def _gathered(mine: NDArray[np.float64], context: ParallelContext) -> NDArray[np
     return np.stack(tables)
 
 
-def _of_groups(seconds: NDArray[np.float64], num_members: int, quantile: float) -> float:
+def _slowest_of_groups(seconds: NDArray[np.float64], num_members: int, quantile: float) -> float:
     """Of times ``[num_processes, repeats]``: a quantile over groups and repeats of the slowest."""
     num_groups = len(seconds) // num_members
     groups = seconds[: num_groups * num_members].reshape(num_groups, num_members, -1)
@@ -187,44 +192,47 @@ class _Stopwatch:
     """The model, and the time of one micro-batch on it.
 
     Args:
-        measuring: What is timed.
+        job: What is timed.
         context: The parallel state.
     """
 
-    def __init__(self, measuring: Measuring, context: ParallelContext) -> None:
-        self.measuring = measuring
+    def __init__(self, job: TimingJob, context: ParallelContext) -> None:
+        self.job = job
         self.context = context
-        self.model = build_gpt_model(measuring.model, context, dtype=measuring.dtype)
+        self.model = build_gpt_model(job.model, context, dtype=job.dtype)
         self.model.to(context.device)
         install_cp_hooks(self.model)
         self.ddp = wrap_ddp(self.model, context)
-        self.batches = [_batch(cell.lengths, measuring) for cell in measuring.cells]
-        self.index = dict(zip(measuring.cells, range(len(measuring.cells)), strict=True))
+        self.batches = [_batch(shape.lengths, job) for shape in job.shapes]
+        self.index = dict(zip(job.shapes, range(len(job.shapes)), strict=True))
 
-    def time(self, cell: Cell) -> float:
+    def time(self, shape: MicroBatchShape) -> float:
         """Seconds of packing, forward and backward pass; 0 on ranks that are in no whole group."""
         context = self.context
-        batch = self.batches[self.index[cell]]
+        batch = self.batches[self.index[shape]]
         self.ddp.zero_grad_buffer()
+        # On the host: nothing of it runs on the device while the clock does.
         dist.barrier(context.host_group)
         rank = context.pool_rank
-        if rank >= context.sizes.dp_cp_size // cell.size * cell.size:
+        # An odd pool leaves ranks beyond its last whole group of this size.
+        if rank >= context.sizes.dp_cp_size // shape.size * shape.size:
             return 0.0
         self._synchronize()
         start = time.perf_counter()
+        # Without the reduction of gradients, which comes once a step and not with each micro-batch.
         with self.ddp.no_sync():
-            self._loss(batch, cell.size, rank % cell.size).backward()
+            self._loss(batch, shape.size, rank % shape.size).backward()
         self._synchronize()
         return time.perf_counter() - start
 
     def _loss(self, batch: GlobalBatch, cp_size: int, cp_rank: int) -> Tensor:
-        context, config = self.context, self.measuring.model
+        context, config = self.context, self.job.model
         micro_batch = pack_micro_batch(
             batch,
             range(len(batch)),
             cp_size=cp_size,
             cp_rank=cp_rank,
-            tp_size=self.measuring.tp_size,
+            tp_size=self.job.tp_size,
             mtp_depths=config.mtp_num_layers,
         )
         micro_batch.to(context.device, non_blocking=True)
@@ -246,8 +254,8 @@ class _Stopwatch:
             torch.cuda.synchronize()
 
 
-def _batch(lengths: Sequence[int], measuring: Measuring) -> GlobalBatch:
-    rng = np.random.default_rng(measuring.seed)
-    vocab_size = measuring.model.vocab_size
+def _batch(lengths: Sequence[int], job: TimingJob) -> GlobalBatch:
+    rng = np.random.default_rng(job.seed)
+    vocab_size = job.model.vocab_size
     rows = [torch.from_numpy(rng.integers(0, vocab_size, length)) for length in lengths]
     return read_global_batch({"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})

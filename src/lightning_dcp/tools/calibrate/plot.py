@@ -40,11 +40,14 @@ def plot_calibration(
         for out in (False, True):
             chosen = (np.array(sizes) == size) & (np.array(held_out) == out)
             if chosen.any():
+                # Hollow if held out: those are the ones that say how good the fit is.
                 ax.scatter(
                     measured[chosen] * 1e3, predicted[chosen] * 1e3, s=38, linewidths=1.4,
                     edgecolors=[color], facecolors="none" if out else [color],
                     label=f"CP {size}, {'held out' if out else 'fitted'}",
                 )  # fmt: skip
+    # Times span orders of magnitude: on equal logarithmic axes an error of so many percent looks
+    # the same everywhere.
     ax.set(
         xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal",
         xlabel="measured time of a micro-batch (ms)", ylabel="predicted time (ms)",

@@ -30,6 +30,8 @@ def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
     Raises:
         torch.multiprocessing.ProcessRaisedException: A process failed; all are ended.
     """
+    # The system picks a free port. Another process may take it before torch does; that ends in an
+    # error, not in a wrong time.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -42,6 +42,7 @@ class StepTimes(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        # From the end of the step before: what the data loader takes is then part of a step.
         before, self._end = self._end, _now()
         if not isinstance(pl_module, DynamicCPModule) or pl_module.last_step is None:
             return
@@ -59,6 +60,7 @@ class StepTimes(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # All ranks step together: one of them tells the time of all.
         if trainer.is_global_zero:
             with whole_file(self.path) as file:
                 file.write_text(json.dumps(self._records))
@@ -80,6 +82,7 @@ class SaveAtEnd(Callback):
 
 
 def _now() -> float:
+    # Kernels go on running after the call that starts them.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

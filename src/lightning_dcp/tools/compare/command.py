@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentParser
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.files import whole_file
 from lightning_dcp.tools.compare.comparison import (
     Comparison,
@@ -22,6 +24,7 @@ from lightning_dcp.tools.compare.comparison import (
     compare_steps,
     describe,
 )
+from lightning_dcp.tools.fit_config import FitConfig
 from lightning_dcp.tools.plots import check_plot
 
 Mode = Literal["static", "dynamic"]
@@ -95,6 +98,7 @@ def compare(
         start = ckpt_path or runner.make_checkpoint()
         runs: dict[Mode, list[list[TimedStep]]] = {"static": [], "dynamic": []}
         for number in range(rounds):
+            # In turn, so that a slow spell of the machine falls on both.
             for mode in ("static", "dynamic"):
                 print(f"round {number + 1} of {rounds}: {mode}", flush=True)
                 timed = runner.run(mode, f"{mode}-{number}", start, warmup_steps + steps)
@@ -116,11 +120,9 @@ def _check(config: list[str], steps: int, warmup_steps: int, rounds: int) -> Non
     for path in config:
         if not Path(path).is_file():
             raise ValueError(f"--config {path}: there is no such file.")
-    if steps < 1 or rounds < 1 or warmup_steps < 0:
-        raise ValueError(
-            "steps and rounds must be at least 1 and warmup_steps at least 0, found "
-            f"{steps}, {rounds} and {warmup_steps}."
-        )
+    check_at_least("steps", steps)
+    check_at_least("rounds", rounds)
+    check_at_least("warmup_steps", warmup_steps, 0)
 
 
 class _Runner:
@@ -129,7 +131,7 @@ class _Runner:
     def __init__(self, config: list[str], folder: Path, context_parallel_size: int | None) -> None:
         self._config = [f"--config={path}" for path in config]
         self._folder = folder
-        self._static_size = context_parallel_size or _static_size(config)
+        self._static_size = context_parallel_size or static_size(config)
 
     def make_checkpoint(self) -> str:
         """One step from the initial weights, so that both kinds resume alike."""
@@ -151,6 +153,7 @@ class _Runner:
         strategy = "--trainer.strategy.init_args"
         overrides = [f"{strategy}.dynamic_context_parallel={str(mode == 'dynamic').lower()}"]
         if mode == "static":
+            # A planner of the config chooses CP sizes, which a static run refuses.
             overrides.append(f"{strategy}.planner=null")
             overrides.append(f"{strategy}.context_parallel_size={self._static_size}")
         overrides += [
@@ -158,6 +161,7 @@ class _Runner:
             f"--trainer.callbacks.path={times}",
             f"--ckpt_path={ckpt_path}",
         ]
+        # The step that made the checkpoint counts for max_steps.
         self._fit(name, 1 + steps, overrides)
         timed = [TimedStep.from_json(record) for record in json_module.loads(times.read_text())]
         if len(timed) < steps:
@@ -171,6 +175,7 @@ class _Runner:
         command = [
             sys.executable, "-m", "lightning_dcp.tools.compare.measured_fit", "fit", *self._config,
             f"--trainer.max_steps={max_steps}",
+            # max_steps alone ends the run.
             "--trainer.max_epochs=-1",
             "--trainer.limit_val_batches=0",
             f"--trainer.default_root_dir={self._folder / name}",
@@ -182,29 +187,36 @@ class _Runner:
             raise RuntimeError(f"`{' '.join(command[1:])}` failed:\n{tail}")
 
 
-def _static_size(config: list[str]) -> int:
+def static_size(config: list[str]) -> int:
     """CP size of the static runs: the config's, or the whole pool.
 
     Raises:
         ValueError: The pool cannot be told from the config.
     """
-    trainer: dict[str, Any] = {}
-    options: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for path in config:
-        part = (yaml.safe_load(Path(path).read_text()) or {}).get("trainer") or {}
-        strategy = part.get("strategy")
-        options |= (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
-        trainer |= part
-    size = options.get("context_parallel_size") or 1
+        content = _merged(content, yaml.safe_load(Path(path).read_text()) or {})
+    fit = FitConfig(content)
+    size = int(fit.strategy.get("context_parallel_size") or 1)
     if size > 1:
-        return int(size)
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes") or 1
-    if not isinstance(devices, int) or devices < 1:
+        return size
+    if fit.world_size is None:
         raise ValueError(
             "The static runs need a CP size: give --context_parallel_size, or a number of "
-            f"trainer.devices in the config, found {devices!r}."
+            f"trainer.devices in the config, found {content.get('trainer', {}).get('devices')!r}."
         )
-    return devices * int(nodes) // int(options.get("tensor_model_parallel_size") or 1)
+    split = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    return fit.world_size // math.prod(int(fit.strategy.get(name) or 1) for name in split)
+
+
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two configs as fit merges them: mappings key by key, the second one's values otherwise."""
+    both = {
+        key: _merged(first[key], value)
+        for key, value in second.items()
+        if isinstance(value, dict) and isinstance(first.get(key), dict)
+    }
+    return first | second | both
 
 
 def _write_json(path: str, comparison: Comparison, runs: dict[Mode, list[list[TimedStep]]]) -> None:

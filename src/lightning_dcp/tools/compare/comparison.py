@@ -100,12 +100,15 @@ def compare_steps(static: Runs, dynamic: Runs) -> Comparison:
         )
     if any(run != steps[0] for run in steps):
         raise ValueError(f"The runs have different steps: {steps}.")
+    # Step by step: as many tokens in all may still be other batches.
     same = _tokens(static[0]) == _tokens(dynamic[0])
+    # The mean over rounds first: noise of one round is no pair of another's.
     pairs = [
         (mean(run[i].seconds for run in static), mean(run[i].seconds for run in dynamic))
         for i in range(len(steps[0]))
     ]
     differences = [
+        # A loss of 0 must not divide.
         abs(a.loss - b.loss) / max(abs(a.loss), 1e-12)
         for a, b in zip(static[0], dynamic[0], strict=True)
     ]
@@ -163,6 +166,7 @@ def _tokens(run: Sequence[TimedStep]) -> list[int]:
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return values[0], values[0]
+    # Inclusive: the steps are all there are, no sample of more.
     first, _, third = quantiles(values, n=4, method="inclusive")
     return first, third
 

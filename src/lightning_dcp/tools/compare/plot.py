@@ -35,6 +35,7 @@ def _draw_times(axes: Any, static: Runs, dynamic: Runs) -> None:
             axes.plot(steps, [step.seconds for step in run], color=colour, alpha=0.3, linewidth=1)
         axes.plot(steps, _mean_seconds(runs), color=colour, marker="o", markersize=3, label=name)
     axes.set_ylabel("step time (s)")
+    # From 0: noise then does not look like a gain.
     axes.set_ylim(bottom=0)
     axes.legend()
 
@@ -45,6 +46,7 @@ def _mean_seconds(runs: Runs) -> list[float]:
 
 def _draw_sizes(axes: Any, dynamic: Runs) -> None:
     """Shares of the micro-batches of a step by CP size, stacked."""
+    # All rounds make the same plans.
     run: Sequence[Any] = dynamic[0]
     steps = [step.step for step in run]
     below = [0.0] * len(run)

@@ -17,7 +17,7 @@ from lightning_dcp.tools.options import parse_options
 from lightning_dcp.tools.plan.lengths import Batches, LengthOptions, read_batches
 from lightning_dcp.tools.plan.plot import plot_first_plans
 from lightning_dcp.tools.plan.results import LEGEND, PlannerResult, table
-from lightning_dcp.tools.plan.run import GIB, Run, RunOptions, static_cp_sizes
+from lightning_dcp.tools.plan.run import GIB, PredictedRun, RunOptions, static_cp_sizes
 from lightning_dcp.tools.plan.suggest import Suggestion, suggest
 from lightning_dcp.tools.plots import check_plot
 
@@ -69,7 +69,7 @@ def main(args: Sequence[str]) -> None:
         description=_DESCRIPTION,
         classes=(RunOptions, LengthOptions, OutputOptions),
     )
-    run = Run.read(options)
+    run = PredictedRun.read(options)
     run.check_memory()
     sizes = run.sizes
     longest = longest_that_fits(
@@ -90,7 +90,7 @@ def main(args: Sequence[str]) -> None:
             file.write_text(text + "\n", encoding="utf-8")
 
 
-def compare_planners(run: Run, batches: Batches) -> list[PlannerResult]:
+def compare_planners(run: PredictedRun, batches: Batches) -> list[PlannerResult]:
     """Plans every batch with every planner that is there; the result of ``static`` comes first.
 
     Raises:
@@ -99,6 +99,7 @@ def compare_planners(run: Run, batches: Batches) -> list[PlannerResult]:
     static_size = run.options.context_parallel_size or min(
         static_cp_sizes(int(batches.lengths.max()), run.settings("static", context_parallel_size=1))
     )
+    # static first: ratios are to it.
     planners = ["static", "longest_sequence", "balanced"]
     if has_megatron_scheduler():
         planners.append("megatron")
@@ -107,13 +108,14 @@ def compare_planners(run: Run, batches: Batches) -> list[PlannerResult]:
         for planner in planners
     ]
     hidden = len(batches.lengths) < _MANY
+    # Batch by batch: what slows the machine slows all planners alike.
     for index in tqdm(range(len(batches)), desc="Planning", unit="batch", disable=hidden):
         for one in results:
             one.add(batches[index])
     return results
 
 
-def _report(run: Run, batches: Batches, results: Sequence[PlannerResult]) -> str:
+def _report(run: PredictedRun, batches: Batches, results: Sequence[PlannerResult]) -> str:
     lengths, padding, settings = batches.lengths, run.padding, results[0].settings
     planned = (
         f"planned: {len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, mean "
@@ -140,7 +142,7 @@ def _report(run: Run, batches: Batches, results: Sequence[PlannerResult]) -> str
 
 
 def _values(
-    run: Run,
+    run: PredictedRun,
     batches: Batches,
     results: Sequence[PlannerResult],
     suggestion: Suggestion | None,

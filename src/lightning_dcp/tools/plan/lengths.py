@@ -61,8 +61,7 @@ class LengthOptions:
             raise ValueError("num_batches='all' with lengths: a distribution has no end; say a few")
         if self.max_length is not None:
             check_at_least("max_length", self.max_length)
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must be 0 or more")
+        check_at_least("seed", self.seed, 0)
 
 
 @dataclass(frozen=True, eq=False)

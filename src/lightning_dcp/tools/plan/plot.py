@@ -30,6 +30,7 @@ def plot_first_plans(path: str, results: list[PlannerResult]) -> None:
             title=result.label,
             axes=axes,
         )
+        # draw_plan leaves 1 % free behind the end; all plans share the longest axis and its label.
         longest = max(longest, axes.get_xlim()[1] / 1.01)
         axes.set_xlabel("")
     label_time(all_axes[-1], longest)

@@ -96,6 +96,7 @@ class PlannerResult:
         predicted = self.predicted_seconds
         bound = sum(report.bound_seconds for report in self.reports)
 
+        # A report has shares; those of all batches are weighted by time.
         def share(name: str) -> float:
             """Of the time of all batches, from that of each."""
             parts = (getattr(one, name) * one.predicted_seconds for one in self.reports)

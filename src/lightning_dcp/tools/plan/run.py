@@ -89,7 +89,7 @@ class RunOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PredictedRun:
     """A run to predict.
 
     Attributes:
@@ -97,6 +97,7 @@ class Run:
         model: Sizes of the model.
         sizes: Parallel sizes.
         cap: The most rows of a rank.
+        padding: How packs are padded.
         calibration: The measurements, or None.
         planner: The planner of the fit config, or None.
     """
@@ -105,11 +106,12 @@ class Run:
     model: ModelSizes
     sizes: ParallelSizes
     cap: int
+    padding: PackPadding
     calibration: Calibration | None = None
     planner: str | None = None
 
     @classmethod
-    def read(cls, options: RunOptions) -> Run:
+    def read(cls, options: RunOptions) -> PredictedRun:
         """Reads the model, the fit config and the calibration.
 
         Raises:
@@ -125,6 +127,7 @@ class Run:
             calibration = read_calibration(options.calibration, model=model)
             model = calibration.model
         tp_size, pp_size = options.tp_size or 1, options.pipeline_model_parallel_size or 1
+        # A pool that was asked for, whatever devices the config has.
         if options.num_ranks is not None:
             world_size = options.num_ranks * tp_size * pp_size
         elif config is not None and config.world_size is not None:
@@ -146,21 +149,21 @@ class Run:
                 "how large is the cap? Give max_seqlen_per_dp_cp_rank, the most rows that a rank "
                 "holds, or as --model a config of fit"
             )
-        padding = _padding(options)
+        padding = PackPadding(
+            pad_to_length=options.pad_to_length,
+            pad_to_length_bucket=options.pad_to_length_bucket,
+            fp8=bool(options.fp8),
+        )
         max_length = config.max_length if config is not None else None
         return cls(
             options=options,
             model=model or LLAMA_8B,
             sizes=sizes,
             cap=resolve_cap(cap, sizes, padding, max_length=max_length),
+            padding=padding,
             calibration=calibration,
             planner=config.planner if config is not None else None,
         )
-
-    @property
-    def padding(self) -> PackPadding:
-        """How packs are padded."""
-        return _padding(self.options)
 
     @property
     def preset(self) -> DevicePreset:
@@ -210,6 +213,7 @@ class Run:
 
     def _cost_model(self, sizes: ParallelSizes) -> CostModel:
         if self.calibration is not None:
+            # Measured times hold for the split of weights that was measured.
             tp_size = sizes.tensor_model_parallel_size
             self.calibration.check_tensor_parallel(tp_size, str(self.options.calibration))
             return self.calibration.cost_model
@@ -255,7 +259,9 @@ class Run:
         weights = (shared + experts / ep_size) / (settings.tp_size * stages)
         sharded = (shared + experts) / (settings.tp_size * stages * settings.num_ranks)
         if self.calibration is not None and self.calibration.precision == "32-true":
+            # Bytes a weight: 4 and its gradient's 4; two moments of 4, sharded.
             return 8.0 * weights + 8.0 * sharded
+        # 2 and its gradient's 4; two moments and the float32 weight, sharded.
         return 6.0 * weights + 12.0 * sharded
 
     def check_memory(self) -> None:
@@ -269,6 +275,8 @@ class Run:
         cost_model, memory = settings.cost_model, self.memory_bytes
         needed = cost_model.activation_bytes(self.cap)
         counted = self.options.memory_gib is not None
+        # The data sheet's memory is a guess of the user's device: only what no split of the states
+        # could make fit is refused then.
         states = self.state_bytes(settings) if counted else 0.0
         if needed + states <= memory:
             return
@@ -298,11 +306,3 @@ def static_cp_sizes(longest: int, settings: PlanSettings) -> list[int]:
         if settings.num_ranks % size == 0
         and longest <= longest_that_fits(cap, size, tp_size, settings.padding)
     ]
-
-
-def _padding(options: RunOptions) -> PackPadding:
-    return PackPadding(
-        pad_to_length=options.pad_to_length,
-        pad_to_length_bucket=options.pad_to_length_bucket,
-        fp8=bool(options.fp8),
-    )

@@ -12,7 +12,7 @@ from lightning_dcp.config.padding import rows_per_rank
 from lightning_dcp.planning import PlanSettings
 from lightning_dcp.tools.plan.lengths import Batches
 from lightning_dcp.tools.plan.results import PlannerResult
-from lightning_dcp.tools.plan.run import GIB, Run, static_cp_sizes
+from lightning_dcp.tools.plan.run import GIB, PredictedRun, static_cp_sizes
 from lightning_dcp.tools.tables import aligned
 
 # Global batches that each candidate plans.
@@ -128,7 +128,9 @@ class Suggestion:
         }
 
 
-def suggest(run: Run, batches: Batches, tp_sizes: Sequence[int] | None = None) -> Suggestion:
+def suggest(
+    run: PredictedRun, batches: Batches, tp_sizes: Sequence[int] | None = None
+) -> Suggestion:
     """Tries splits, tensor-parallel sizes and caps on as many devices, and recommends one.
 
     Args:
@@ -158,13 +160,13 @@ def suggest(run: Run, batches: Batches, tp_sizes: Sequence[int] | None = None) -
     return _recommend(run, candidates)
 
 
-def _divides(run: Run, tp_size: int) -> bool:
+def _divides(run: PredictedRun, tp_size: int) -> bool:
     """Whether a tensor-parallel size divides the devices of a stage and the heads."""
     devices = run.sizes.dp_cp_size * run.sizes.tensor_model_parallel_size
     return devices % tp_size == 0 and run.model.num_attention_heads % tp_size == 0
 
 
-def _settings(run: Run, batches: Batches, tp_size: int) -> Iterator[PlanSettings]:
+def _settings(run: PredictedRun, batches: Batches, tp_size: int) -> Iterator[PlanSettings]:
     """What to try with one tensor-parallel size; nothing where it cannot work."""
     if not _divides(run, tp_size):
         return
@@ -176,7 +178,7 @@ def _settings(run: Run, batches: Batches, tp_size: int) -> Iterator[PlanSettings
             yield run.settings("static", tp_size=tp_size, cap=cap, context_parallel_size=size)
 
 
-def _caps(run: Run, batches: Batches, settings: PlanSettings) -> list[int]:
+def _caps(run: PredictedRun, batches: Batches, settings: PlanSettings) -> list[int]:
     """Powers of two that hold the longest sample and fit the memory, and the user's own cap."""
     num_ranks, tp_size, padding = settings.num_ranks, settings.tp_size, settings.padding
     free = max(0.0, run.memory_bytes - run.state_bytes(settings))
@@ -190,7 +192,7 @@ def _caps(run: Run, batches: Batches, settings: PlanSettings) -> list[int]:
     return sorted({*caps, *(cap for cap in (run.cap, least) if least <= cap <= most)})
 
 
-def _recommend(run: Run, candidates: Sequence[Candidate]) -> Suggestion:
+def _recommend(run: PredictedRun, candidates: Sequence[Candidate]) -> Suggestion:
     dynamic, static = _frugal(candidates, static=False), _frugal(candidates, static=True)
     memory = run.memory_bytes / GIB
     if dynamic.rate >= _WORTHWHILE * static.rate:
@@ -228,7 +230,7 @@ def _frugal(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
     return min(near, key=lambda c: (c.settings.tp_size, c.bytes_per_device, -c.rate))
 
 
-def _nothing_fits(run: Run, batches: Batches, tp_sizes: Sequence[int]) -> str:
+def _nothing_fits(run: PredictedRun, batches: Batches, tp_sizes: Sequence[int]) -> str:
     longest, heads = int(batches.lengths.max()), run.model.num_attention_heads
     devices = run.sizes.dp_cp_size * run.sizes.tensor_model_parallel_size
     tried = []
