@@ -2,13 +2,13 @@
 
 from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.context import ParallelContext, setup_parallel
+from lightning_dcp.parallel.cp_hooks import install_cp_hooks
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode
 from lightning_dcp.parallel.groups import DynamicCPGroups
 from lightning_dcp.parallel.packed_params import (
     BatchTotals,
     BoundPackedSeqParams,
     bind_micro_batch,
-    install_cp_hooks,
 )
 from lightning_dcp.parallel.quiet import quiet_megatron
 

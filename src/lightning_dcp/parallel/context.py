@@ -142,6 +142,8 @@ def setup_parallel(
         )
     cpu_mode = enable_cpu_mode()
     try:
+        # `new_group` is a collective of the world: all ranks make all groups in this one order,
+        # members or not, and a rank that left one out would wait for ever in the next.
         _initialize_megatron(sizes, timeout)
         pool = dist.get_process_group_ranks(
             parallel_state.get_data_parallel_group(with_context_parallel=True)
