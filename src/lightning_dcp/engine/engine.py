@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from lightning_dcp.config.padding import rows_per_rank
 from lightning_dcp.engine.agreement import agree_on_lengths
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.engine.mtp_losses import collect_mtp_losses
@@ -197,7 +196,7 @@ class DynamicCPEngine:
                 self.context.cp_groups,
                 batch_totals=replace(totals, targets=0) if is_filler else totals,
                 # Experts on other ranks ask for it; else the plan is not gone through for it.
-                max_rows_of_step=self._most_rows(planned.plan, step) if shares_experts else None,
+                max_rows_of_step=planned.plan.most_rows(step) if shares_experts else None,
                 routes=routes,
             )
 
@@ -222,21 +221,9 @@ class DynamicCPEngine:
         steps = [(step, False) for step in plan.steps]
         if self.context.sizes.virtual_pipeline_model_parallel_size > 1:
             missing = -len(steps) % self.context.sizes.pipeline_model_parallel_size
-            smallest = min(plan.steps, key=lambda step: self._most_rows(plan, step))
+            smallest = min(plan.steps, key=plan.most_rows)
             steps += [(smallest, True)] * missing
         return steps
-
-    def _most_rows(self, plan: Plan, step: Step) -> int:
-        """The most rows that any rank has in a step."""
-        tp_size = self.context.sizes.tensor_model_parallel_size
-        rows = []
-        for group in step.groups:
-            lengths = [plan.lengths[sample] for sample in group.sample_ids]
-            of_sequences = sum(
-                rows_per_rank(length, group.size, tp_size, plan.padding) for length in lengths
-            )
-            rows.append(plan.padding.pack_rows(of_sequences, group.size, tp_size))
-        return max(rows)
 
     def train_step(
         self,

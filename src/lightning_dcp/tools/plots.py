@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.config.requirements import MATPLOTLIB_AVAILABLE
-from lightning_dcp.planning import Execution, Plan
+from lightning_dcp.planning import Execution, Plan, group_times
 from lightning_dcp.tools.files import write_whole
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _draw_plan(
 
     ready = np.zeros(plan.num_ranks)
     patches, faces = [], []
-    for step, times in zip(plan.steps, cost_model.group_times(plan), strict=True):
+    for step, times in zip(plan.steps, group_times(plan, cost_model), strict=True):
         if execution == "lockstep":
             ready[:] = ready.max()
         for group, seconds in zip(step.groups, times, strict=True):
