@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dcp.model import ROUTES
+from lightning_dcp.packing import ROUTES
 
 _INTEGER_KEYS = ("input_ids", "labels")
 

@@ -1,5 +1,7 @@
 """Forward and backward over a plan, the optimizer, and full checkpoints of sharded states."""
 
+# First, for its side effect: Megatron-Core's notices at import stay away.
+from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.optimizer import OptimizerSettings
 from lightning_dcp.engine.agreement import agree_on_file
 from lightning_dcp.engine.checkpoint import (

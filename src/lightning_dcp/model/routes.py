@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dcp.config.model import ModelConfig
-from lightning_dcp.packing import GlobalBatch, Jagged
-
-ROUTES = "routed_experts"
-"""Key of the batch and of predictions: jagged ``[num_samples, length*, MoE layers, top-k]``."""
+from lightning_dcp.packing import ROUTES, GlobalBatch, Jagged
 
 _DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -1,6 +1,6 @@
 """Packing: jagged batches to micro-batches, and local rows back. Torch, no Megatron-Core."""
 
-from lightning_dcp.packing.batch import IGNORE_INDEX, GlobalBatch, read_global_batch
+from lightning_dcp.packing.batch import IGNORE_INDEX, ROUTES, GlobalBatch, read_global_batch
 from lightning_dcp.packing.jagged import Jagged, is_jagged, read_jagged
 from lightning_dcp.packing.layout import PackLayout
 from lightning_dcp.packing.micro_batch import (
@@ -13,6 +13,7 @@ from lightning_dcp.packing.unpack import UnpackedSamples, to_jagged, unpack_rows
 
 __all__ = [
     "IGNORE_INDEX",
+    "ROUTES",
     "Ahead",
     "GlobalBatch",
     "Jagged",

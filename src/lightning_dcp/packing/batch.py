@@ -17,6 +17,8 @@ IGNORE_INDEX = -100
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Types that torch can store and do little else with."""
+ROUTES = "routed_experts"
+"""Key of the batch and of predictions: jagged ``[num_samples, length*, MoE layers, top-k]``."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from lightning_dcp.model import ModelConfig, MoEConfig
+from lightning_dcp.config.model import ModelConfig
+from lightning_dcp.config.moe import MoEConfig
 from lightning_dcp.planning import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
 
 PRESETS = {"8b": LLAMA_8B, "30b-a3b": QWEN3_30B_A3B}

@@ -12,7 +12,6 @@ from lightning_dcp.data import (
     DocumentCounts,
     LengthDistribution,
     LengthTable,
-    TextDataModule,
     read_length_file,
 )
 from lightning_dcp.data.pieces import LongDocuments, cut_documents
@@ -152,6 +151,8 @@ def _source(options: LengthOptions) -> LengthTable | LengthDistribution:
     if options.length_file is not None:
         return read_length_file(options.length_file)
     assert options.data is not None
+    from lightning_dcp.data import TextDataModule  # Lightning and torch: only where needed.
+
     data = TextDataModule(
         options.data,
         text_field=options.text_field,
