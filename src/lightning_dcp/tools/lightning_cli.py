@@ -49,8 +49,12 @@ class DynamicCPCLI(LightningCLI):
 
     def _end_other_processes(self) -> None:
         """Waits for the processes that this one started, then ends those that hang."""
-        launcher = self.trainer.strategy.launcher
-        processes: list[subprocess.Popen[bytes]] = getattr(launcher, "procs", [])
+        started: list[subprocess.Popen[bytes]] = getattr(
+            self.trainer.strategy.launcher, "procs", []
+        )
+        processes = started.copy()
+        # Lightning's observer shares the list: it would kill this process for a child's status.
+        started.clear()
         deadline = time.monotonic() + PATIENCE
         for process in processes:
             try:
