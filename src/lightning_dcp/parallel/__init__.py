@@ -1,5 +1,6 @@
 """Ranks, process groups and CPU mode: the only folder that touches Megatron's parallel state."""
 
+from lightning_dcp._megatron import quiet_megatron
 from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.context import ParallelContext, setup_parallel
 from lightning_dcp.parallel.cp_hooks import install_cp_hooks
@@ -10,7 +11,6 @@ from lightning_dcp.parallel.packed_params import (
     BoundPackedSeqParams,
     bind_micro_batch,
 )
-from lightning_dcp.parallel.quiet import quiet_megatron
 
 __all__ = [
     "BatchTotals",
