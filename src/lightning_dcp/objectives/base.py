@@ -169,17 +169,15 @@ def _check_ids(key: str, value: Jagged | Tensor, vocab_size: int) -> None:
     if not isinstance(value, Jagged) or value.values.device.type != "cpu":
         return
     bad = (value.values < 0) | (value.values >= vocab_size)
-    if not bad.any():
-        return
-    # Rows that lie between samples belong to none.
-    for sample, (start, length) in enumerate(zip(value.starts, value.lengths, strict=True)):
-        where = bad[start : start + length].nonzero()
-        if len(where):
-            found = int(value.values[start + int(where[0, 0])][tuple(where[0, 1:])])
-            raise ValueError(
-                f"'{key}' of sample {sample} holds id {found} at token {int(where[0, 0])}; the "
-                f"vocabulary has ids 0 to {vocab_size - 1}. Use 0 for tokens that are no target."
-            )
+    found = value.first_where(bad) if bad.any() else None
+    if found is not None:
+        sample, token = found
+        row = int(value.starts[sample]) + token
+        raise ValueError(
+            f"'{key}' of sample {sample} holds id {int(value.values[row][bad[row]][0])} at token "
+            f"{token}; the vocabulary has ids 0 to {vocab_size - 1}. Use 0 for tokens that are no "
+            "target."
+        )
 
 
 def check_above_zero(**options: float) -> None:

@@ -198,18 +198,17 @@ def _checked_ids(jagged: Jagged, name: str, vocab_size: int | None, *, ignore: b
     low, high = (int(bound) for bound in torch.aminmax(values))
     if low >= 0 and high < vocab_size:
         return jagged
-    for sample, (start, length) in enumerate(zip(jagged.starts, jagged.lengths, strict=True)):
-        ids = values[start : start + length]
-        bad = (ids < 0) | (ids >= vocab_size)
-        if ignore:
-            bad &= ids != IGNORE_INDEX
-        if bad.any():
-            where = int(bad.nonzero()[0, 0])
-            raise ValueError(
-                f"'{name}' of sample {sample} holds id {int(ids[where])} at position {where}; the "
-                f"vocabulary has ids 0 to {vocab_size - 1}. Use the tokenizer that the model's "
-                "vocab_size is for, or a larger vocab_size."
-            )
+    bad = (values < 0) | (values >= vocab_size)
+    if ignore:
+        bad &= values != IGNORE_INDEX
+    found = jagged.first_where(bad)
+    if found is not None:
+        sample, where = found
+        raise ValueError(
+            f"'{name}' of sample {sample} holds id {int(values[jagged.starts[sample] + where])} at "
+            f"position {where}; the vocabulary has ids 0 to {vocab_size - 1}. Use the tokenizer "
+            "that the model's vocab_size is for, or a larger vocab_size."
+        )
     return jagged
 
 
@@ -220,14 +219,11 @@ def _check_mask(mask: Jagged) -> None:
     if values.dtype == torch.bool or values.device.type != "cpu":
         return
     is_selection = (values == 0) | (values == 1)
-    if is_selection.all():
-        return
-    for sample, (start, length) in enumerate(zip(mask.starts, mask.lengths, strict=True)):
-        wrong = ~is_selection[start : start + length]
-        if wrong.any():
-            found = values[start : start + length][wrong][0].item()
-            raise ValueError(
-                f"'loss_mask' of sample {sample} holds {found}; it selects targets, with 0 and 1 "
-                "only. Give weights as an extra key of the batch and name it in "
-                "DynamicCPModule(objective=SFT(token_weight=...))."
-            )
+    found = None if is_selection.all() else mask.first_where(~is_selection)
+    if found is not None:
+        sample, where = found
+        raise ValueError(
+            f"'loss_mask' of sample {sample} holds {values[mask.starts[sample] + where].item()}; "
+            "it selects targets, with 0 and 1 only. Give weights as an extra key of the batch and "
+            "name it in DynamicCPModule(objective=SFT(token_weight=...))."
+        )

@@ -25,6 +25,20 @@ class Jagged:
     starts: np.ndarray
     lengths: np.ndarray
 
+    def first_where(self, bad: Tensor) -> tuple[int, int] | None:
+        """Sample and position in it of the first row for which ``bad`` holds, for errors.
+
+        Args:
+            bad: ``[stored rows, ...]`` bool, on the host. Rows that lie between samples belong to
+                none, and do not count.
+        """
+        rows = bad.flatten(1).any(1) if bad.dim() > 1 else bad
+        for sample, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            where = rows[start : start + length].nonzero()
+            if len(where):
+                return sample, int(where[0, 0])
+        return None
+
 
 def is_jagged(value: Any) -> bool:
     """Whether ``value`` is a NestedTensor with the jagged layout."""

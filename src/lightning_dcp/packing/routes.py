@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,14 +185,12 @@ def _check_experts(routes: Jagged, shape: RouteShape, part: tuple[int, int]) -> 
 
 
 def _refuse(routes: Jagged, bad: Tensor, what: str, why: str) -> None:
-    """Raises for the first bad row that belongs to a sample; rows between samples do not count."""
-    of_row = bad.flatten(1).any(1).numpy()
-    for sample, (start, length) in enumerate(zip(routes.starts, routes.lengths, strict=True)):
-        rows = np.flatnonzero(of_row[start : start + length])
-        if len(rows):
-            token = int(rows[0])
-            layer = int(bad[start + token].any(-1).nonzero()[0, 0])
-            raise ValueError(
-                f"'{ROUTES}' of sample {sample} names {what} at token {token}, MoE layer {layer}: "
-                f"{routes.values[start + token, layer].tolist()}; {why}."
-            )
+    found = routes.first_where(bad)
+    if found is not None:
+        sample, token = found
+        row = int(routes.starts[sample]) + token
+        layer = int(bad[row].any(-1).nonzero()[0, 0])
+        raise ValueError(
+            f"'{ROUTES}' of sample {sample} names {what} at token {token}, MoE layer {layer}: "
+            f"{routes.values[row, layer].tolist()}; {why}."
+        )
