@@ -50,6 +50,7 @@ class SummedLoss(torch.autograd.Function):
         ones = arguments.rows.select(losses.new_ones(arguments.rows.num_rows))
         for chunk in logit_chunks(hidden, weight, arguments):
             at = chunk.rows
+            # Now, while the chunk's logits exist: the backward pass would have to make them again.
             if any(ctx.needs_input_grad):
                 found = statistics_and_gradient_(chunk, ones[at], arguments.terms, arguments.shard)
                 gradients.add(chunk)
@@ -120,7 +121,7 @@ class _Gradients:
     def __init__(
         self, hidden: Tensor, weight: Tensor, arguments: LossArguments, needed: tuple[bool, ...]
     ) -> None:
-        self._problem = arguments
+        self._arguments = arguments
         self._weight = weight[: arguments.shard.size]
         self._hidden_grad = torch.zeros_like(hidden) if needed[0] else None
         self._weight_grad = WeightGradient(weight, arguments.shard.size) if needed[1] else None
@@ -128,14 +129,15 @@ class _Gradients:
     def add(self, chunk: Chunk) -> None:
         """Adds the share of one chunk, whose logits have been overwritten by their gradient."""
         if self._hidden_grad is not None:
-            self._problem.rows.store(self._hidden_grad, chunk.rows, chunk.logits @ self._weight)
+            self._arguments.rows.store(self._hidden_grad, chunk.rows, chunk.logits @ self._weight)
         if self._weight_grad is not None:
             self._weight_grad.add(chunk.logits, chunk.hidden)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden (summed over the tensor-parallel group) and weight."""
         if self._hidden_grad is not None:
-            self._problem.shard.reduce_(self._hidden_grad)
+            # Each rank has the share of its slice of the vocabulary: one sum for all chunks.
+            self._arguments.shard.reduce_(self._hidden_grad)
         return self._hidden_grad, None if self._weight_grad is None else self._weight_grad.result()
 
 
@@ -157,6 +159,7 @@ def input_gradients(
 
 def logit_chunks(hidden: Tensor, weight: Tensor, arguments: LossArguments) -> Iterator[Chunk]:
     rows, real = arguments.rows, weight[: arguments.shard.size]
+    # One buffer for all chunks: the next one's, made anew, would lie beside this one's.
     buffer = hidden.new_empty(min(arguments.chunk_rows, len(rows)), len(real))
     inverse = rows.inverse_temperature
     for first in range(0, len(rows), arguments.chunk_rows):

@@ -179,6 +179,7 @@ def _exponentials(block: Chunk, terms: LossTerms, shard: VocabShard) -> tuple[Te
     maximum = work.amax(1)
     target = torch.where(inside, work.gather(1, column), 0).squeeze(1)
     rest = [work.sum(1)] if terms.label_smoothing else []
+    # From here on no exponential is above 1, so that none overflows.
     work.sub_(maximum[:, None])
     shifted = work.clone() if terms.entropy else None
     total = work.exp_().sum(1)

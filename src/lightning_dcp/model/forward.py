@@ -91,6 +91,7 @@ def whole_logits(states: HiddenStates, *, vocab_size: int, group: Any) -> Tensor
     Returns:
         ``[rows, vocab_size]``, the same on all tensor-parallel ranks.
     """
+    # Its backward pass sums over the group: each rank has the gradient of its columns alone.
     hidden = copy_to_tensor_model_parallel_region(states.hidden, group=group)
     local = hidden @ states.weight.t()
     whole: Tensor = gather_from_tensor_model_parallel_region(local, group=group)

@@ -138,6 +138,7 @@ def initialize(
         if parameter.dim() < 2:
             continue
         whole_name = tied_to(names(name)) if is_copy(name, parameter) else names(name)
+        # crc32, since Python's own hash differs from process to process.
         torch.manual_seed(zlib.crc32(f"{seed}/{whole_name}".encode()))
         whole = parameter.new_empty(_whole_shape(parameter, context))
         _distribution(whole_name, config)(whole)

@@ -84,5 +84,6 @@ class PolicyLoss(Objective):
         losses = -torch.minimum(ratio * advantages, clipped * advantages)
         if self.kl_coefficient:
             apart = extras[self.ref_log_probs] - log_probs
+            # expm1: exp(d) - 1 has no digits left where the policies hardly differ.
             losses = losses + self.kl_coefficient * (torch.expm1(apart) - apart)
         return losses if entropies is None else losses - self.entropy_coefficient * entropies

@@ -44,6 +44,7 @@ def once_per_group(loss: Tensor, micro_batch: MicroBatch) -> Tensor:
         micro_batch: The micro-batch.
     """
     counts = torch.full_like(loss, micro_batch.is_group_leader, dtype=torch.bool)
+    # The gradient is an exact 0 on the others, and their backward collective still runs.
     return torch.where(counts, loss, 0)
 
 
@@ -56,6 +57,7 @@ def _reduce(values: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         )
     layout, is_target = micro_batch.layout, micro_batch.loss_mask
     sequence = torch.from_numpy(layout.sequence_of_row).to(values.device, non_blocking=True)
+    # Selected, not multiplied: elsewhere values may be NaN. Both sums in one collective.
     rows = torch.stack((torch.where(is_target, values.double(), 0), is_target.double()))
     local = rows.new_zeros(2, len(layout.lengths)).index_add(1, sequence, rows)
     whole = local

@@ -56,6 +56,7 @@ class GlobalBatch:
         is_target = _token_rows(self.labels) != IGNORE_INDEX
         if self.loss_mask is not None:
             is_target &= _token_rows(self.loss_mask).bool()
+        # All targets less the early ones: an index of the few is cheaper than one of all others.
         left_out = np.minimum(lengths, position)
         firsts = np.cumsum(lengths) - lengths - (np.cumsum(left_out) - left_out)
         early = torch.from_numpy(np.repeat(firsts, left_out) + np.arange(left_out.sum()))
@@ -114,6 +115,7 @@ def read_global_batch(
         for key, value in batch.items()
         if key != "input_ids"
     }
+    # Read as any other key, so that one place compares lengths.
     labels, loss_mask = (_pop_jagged(rest, key) for key in ("labels", "loss_mask"))
     tokens = _checked_ids(tokens, "input_ids", vocab_size, ignore=False)
     if labels is not None:

@@ -76,6 +76,7 @@ class PackLayout:
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, found {cp_rank}.")
         layout = cls(tuple(array.tolist()), cp_size, cp_rank, tp_size, padding)
+        # The cached property, filled: the array is at hand.
         layout.__dict__["_lengths"] = array
         if padding.is_tight:
             return layout
@@ -99,6 +100,8 @@ class PackLayout:
             return self._lengths
         padded = -(-self._lengths // align) * align
         if not self.padding.is_tight:
+            # The last sequence takes all of it: a sequence of padding alone would be one more for
+            # attention, and would have no real token to attend from.
             rows = int(padded.sum()) // self.cp_size
             filled = self.padding.pack_rows(rows, self.cp_size, self.tp_size)
             padded[-1] += (filled - rows) * self.cp_size
@@ -118,6 +121,7 @@ class PackLayout:
     @cached_property
     def row_starts(self) -> NDArray[np.int64]:
         """``[num_sequences + 1]`` int64: where each sequence starts in this rank's rows."""
+        # A padded sequence divides by the size of the group: all ranks have as many rows of it.
         starts = self.cu_seqlens_padded.astype(np.int64)
         return starts if self.cp_size == 1 else starts // self.cp_size
 
@@ -215,6 +219,7 @@ class PackLayout:
         chunk = position // size
         is_second = chunk >= self.cp_size
         rank = np.where(is_second, 2 * self.cp_size - 1 - chunk, chunk)
+        # On a rank a sequence is its early chunk, then its late one.
         local = self.row_starts[sequence] + position % size + is_second * size
         return rank * self.num_rows + local
 

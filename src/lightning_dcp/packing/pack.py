@@ -102,6 +102,7 @@ class _RowPicker:
             if not len(stored):
                 # Nothing but samples of one token, all of which lack it.
                 stored = stored.new_zeros(1, *stored.shape[1:])
+            # Selected, then filled with 0: what lies beside a sequence may be NaN.
             rows = stored.index_select(0, self._index(jagged))
             without = self._rows_without_value(jagged)
             if len(without):
@@ -122,6 +123,7 @@ class _RowPicker:
             labels = self._next(batch.labels, rows, fill=IGNORE_INDEX)
             return labels, labels != IGNORE_INDEX
         is_target = self._next(batch.loss_mask, self(batch.loss_mask), fill=0).bool()
+        # The mask is unshifted, as labels are: it marks tokens, which the row before predicts.
         labels = self._next(batch.labels, rows, fill=IGNORE_INDEX, where=is_target)
         # Ids are never IGNORE_INDEX; labels of their own may be.
         own_labels = batch.labels is not batch.input_ids

@@ -170,11 +170,13 @@ def _check_experts(routes: Jagged, shape: RouteShape, part: tuple[int, int]) -> 
             "an expert that there is not",
             f"moe.num_experts={shape.num_experts} have ids 0 to {shape.num_experts - 1}",
         )
+    # The ranks hold the same batch: each looks at a part, and an error on one is one on all.
     index, number = part
     size = -(-len(values) // number)
     first = index * size
     mine = values[first : first + size]
     repeated = torch.zeros(mine.shape[:-1], dtype=torch.bool)
+    # Every pair of a token's experts: top-k is small.
     for one in range(1, shape.topk):
         for other in range(one):
             repeated |= mine[..., one] == mine[..., other]

@@ -54,6 +54,7 @@ def unpack_rows(
     lengths = np.asarray(layout.lengths, np.int64)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(sequence)) - layout.cu_seqlens[sequence]
+    # Padding is left out by never being asked for.
     index = layout.gather_index[layout.cu_seqlens_padded[sequence] + position]
     gathered = torch.cat(list(rows_of_ranks)) if layout.cp_size > 1 else rows_of_ranks[0]
     values = gathered.index_select(0, torch.from_numpy(index).to(gathered.device))
@@ -86,6 +87,7 @@ def to_jagged(parts: Iterable[UnpackedSamples], num_samples: int) -> Tensor:
         )
     lengths = np.asarray([length for part in parts for length in part.lengths], np.int64)
     starts = np.cumsum(lengths) - lengths
+    # Parts come in the order of the plan; ids alone say where a sample belongs.
     order = np.argsort(sample_ids)
     offsets = np.concatenate([[0], np.cumsum(lengths[order])])
     index = np.repeat(starts[order] - offsets[:-1], lengths[order]) + np.arange(offsets[-1])

@@ -95,6 +95,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "Stream", _NoStream),
         (torch.cuda, "Event", _NoStream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        # Recomputation saves and restores CUDA's random states: it gets those of the CPU.
         (torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),
         (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
@@ -103,6 +104,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
             "_set_cuda_rng_state",
             lambda state, *args, **kw: torch.set_rng_state(state),
         ),
+        # It leaves tensors of the CPU alone, and gloo wants lists of split sizes.
         (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
         (megatron_random, "_CUDA_RNG_STATE_TRACKER", _NoForkTracker()),
         (megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),

@@ -58,6 +58,7 @@ class DynamicCPGroups:
         # `new_group` wants every rank of the world, in one order, members or not. (With
         # `use_local_synchronization` its names are hashes of the ranks, and making the same groups
         # again after a teardown meets the stale addresses of the first ones in the store.)
+        # Sorted, so that all ranks agree on the order of pools, whichever they are in.
         for pool in sorted({tuple(pool) for pool in pools}):
             for size in cp_sizes_of_pool(len(pool)):
                 for members in all_groups(size, len(pool)):

@@ -107,6 +107,7 @@ def bind_micro_batch(
         max_seqlen_q=packed.max_seqlen_q,
         max_seqlen_kv=packed.max_seqlen_kv,
         local_cp_size=micro_batch.local_cp_size,
+        # Every rank of the pool has the same plan: the others of this group are in it now, too.
         cp_group=groups[micro_batch.local_cp_size],
         layout=layout,
         batch_totals=batch_totals or _totals_of(micro_batch),
