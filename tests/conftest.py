@@ -1,5 +1,53 @@
+"""Settings of the session, and the watch that a test leaves everything as it found it."""
+
+from __future__ import annotations
+
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 # Before torch is imported: the workers of a multi-process test share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hygiene
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    """Fails where a test leaves variables, threads, process groups, CPU mode or files behind."""
+    state, files = hygiene.State.now(), set(os.listdir(ROOT))
+    yield
+    left = state.restore()
+    left += [f"file {name}" for name in sorted(set(os.listdir(ROOT)) - files)]
+    assert not left, f"left behind: {'; '.join(left)}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def leaves_the_tree_clean() -> Iterator[None]:
+    """Fails the last test where the session changed or made a file of the repository."""
+    before = _changed_files()
+    yield
+    left = _changed_files() - before
+    assert not left, f"files that the tests made or changed: {sorted(left)}"
+
+
+def _changed_files() -> set[str]:
+    """What git sees as new or changed; nothing outside a clone."""
+    command = ["git", "status", "--porcelain", "--untracked-files=all"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return set()
+    return set(done.stdout.splitlines())
+
+
+def pytest_sessionfinish() -> None:
+    if "distributed" in sys.modules:
+        sys.modules["distributed"].close()

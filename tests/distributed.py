@@ -1,22 +1,42 @@
-"""The one helper that runs a function on several gloo processes."""
+"""The one helper that runs a function on several gloo processes.
+
+The processes are kept from one call to the next, at most eight: what costs is their start and their
+imports. A call on N ranks uses the first N of them, with a process group of its own. After each
+call a worker must be as it was: no process group, CPU mode, thread or environment variable may
+stay. Those that failed, or left something, are replaced.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
-import queue
+import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-_PRELOAD = ["lightning", "lightning_dcp.engine"]
+import hygiene
+
+# Everything that tests import: a worker is forked from a process that has it.
+_PRELOAD = ["lightning.pytorch", "lightning_dcp.strategy", "pytest", "distributed"]
+_MOST = 8
+# A collective that waits for a rank that failed is ended by killing the worker, not by gloo.
+_COLLECTIVE = timedelta(hours=2)
+_GRACE = 10.0
 
 
 class WorkerError(AssertionError):
@@ -27,7 +47,7 @@ def run_distributed(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     init_process_group: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
@@ -37,103 +57,179 @@ def run_distributed(
         function: A function of a test module (it is pickled by name).
         world_size: Number of processes, at most 8.
         args: Given to the function.
-        timeout: Seconds until every process is killed and the test fails; shortly before, the
-            stack of every worker is printed.
+        timeout: Seconds on an idle machine until every process is killed and the test fails with
+            the stack of every worker. It is there for hangs only.
         init_process_group: Whether the workers find an initialised default process group.
         kwargs: Given to the function.
 
     Returns:
-        What the function returned, by rank. Return NumPy arrays or plain values: tensors would
-        travel through shared memory that dies with the worker.
+        What the function returned, by rank.
 
     Raises:
-        WorkerError: A worker raised, died or did not finish in time.
+        WorkerError: A worker raised, died, did not finish in time, or left something behind.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    results: Any = context.Queue()
+    while len(_workers) < world_size:
+        _workers.append(_Worker(len(_workers)))
+    workers = _workers[:world_size]
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        settings = (store, world_size, timeout, init_process_group, list(sys.path))
-        workers = [
-            context.Process(
-                target=_work, args=(results, rank, settings, function, args, kwargs), daemon=True
-            )
-            for rank in range(world_size)
-        ]
+        store = os.path.join(folder, "store") if init_process_group else None
+        call = pickle.dumps((function, args, kwargs))
         for worker in workers:
-            worker.start()
-        outcome = _collect(results, workers, time.monotonic() + timeout)
+            worker.connection.send((list(sys.path), world_size, store, call))
+        outcome = _collect(workers, timeout)
     failures = {rank: text for rank, (ok, text) in outcome.items() if not ok}
     if failures:
-        raise WorkerError("\n".join(f"rank {rank}:\n{failures[rank]}" for rank in sorted(failures)))
-    return [outcome[rank][1] for rank in range(world_size)]
+        texts = [f"rank {rank}:\n{failures[rank]}{workers[rank].said()}" for rank in failures]
+        _replace(workers)
+        raise WorkerError("\n".join(texts))
+    return [pickle.loads(outcome[rank][1]) for rank in range(world_size)]
 
 
-def _collect(results: Any, workers: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
+@dataclass
+class _Worker:
+    """A process that waits for calls, the parent's end of its pipe, and what it wrote."""
+
+    rank: int
+    process: Any = field(init=False)
+    connection: Connection = field(init=False)
+    output: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self.connection, other = context.Pipe()
+        handle, name = tempfile.mkstemp(prefix=f"rank-{self.rank}-")
+        os.close(handle)
+        self.output = Path(name)
+        # Not a daemon: data loaders in it have workers of their own.
+        self.process = context.Process(target=_serve, args=(other, self.rank, name))
+        self.process.start()
+        other.close()
+
+    def said(self) -> str:
+        text = self.output.read_text(errors="replace")[-6000:].strip()
+        return f"\nIts output:\n{text}\n" if text else ""
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.output.unlink(missing_ok=True)
+
+
+_workers: list[_Worker] = []
+
+
+def _replace(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.kill()
+        _workers[worker.rank] = _Worker(worker.rank)
+
+
+@atexit.register
+def close() -> None:
+    """Ends every worker."""
+    while _workers:
+        _workers.pop().kill()
+
+
+def load() -> float:
+    """How many times longer something may take on this machine now."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def _collect(workers: list[_Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
+    """By rank, whether it went well, and the pickled result or the failure."""
     outcome: dict[int, tuple[bool, Any]] = {}
+    start, failed_at = time.monotonic(), None
     try:
         while len(outcome) < len(workers):
-            try:
-                rank, ok, value = results.get(timeout=0.2)
-                outcome[rank] = (ok, value)
-            except queue.Empty:
-                for rank, worker in enumerate(workers):
-                    if rank not in outcome and worker.exitcode not in (None, 0):
-                        outcome[rank] = (False, f"died with exit code {worker.exitcode}")
-                if time.monotonic() > deadline:
-                    for rank in range(len(workers)):
-                        outcome.setdefault(rank, (False, "did not finish in time"))
-            if any(not ok for ok, _ in outcome.values()):
-                # The others may wait in a collective for the one that failed: a short grace.
-                deadline = min(deadline, time.monotonic() + 10.0)
-    finally:
-        for worker in workers:
-            worker.join(timeout=5.0)
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
+            left = {w.connection: w for w in workers if w.rank not in outcome}
+            for connection in wait(list(left), timeout=1.0):
+                rank = left[connection].rank
+                try:
+                    outcome[rank] = left[connection].connection.recv()
+                except EOFError:
+                    left[connection].process.join()
+                    code = left[connection].process.exitcode
+                    outcome[rank] = (False, f"died with exit code {code}")
+            now = time.monotonic()
+            if failed_at is None and any(not ok for ok, _ in outcome.values()):
+                failed_at = now
+            # The others may wait in a collective for the one that failed: a short grace.
+            waits_in_vain = failed_at is not None and now - failed_at > _GRACE * load()
+            if waits_in_vain or now - start > timeout * load():
+                hanging = [worker for worker in workers if worker.rank not in outcome]
+                for worker in hanging:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker.process.pid, signal.SIGUSR1)
+                time.sleep(1.0)
+                outcome |= {w.rank: (False, "did not finish in time") for w in hanging}
+    except BaseException:
+        # Interrupted, or over pytest's own limit: the workers are still busy.
+        _replace(workers)
+        raise
     return outcome
 
 
-def _work(
-    results: Any,
-    rank: int,
-    settings: tuple[str, int, float, bool, list[str]],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    store, world_size, timeout, init_process_group, path = settings
-    sys.path[:] = path
-    faulthandler.dump_traceback_later(max(timeout - 3.0, 1.0), exit=False)
+def _serve(connection: Connection, rank: int, output: str) -> None:
+    """The life of a worker: calls, one after the other, until the parent is gone."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What is imported stays: the collector need not look at it again.
+    gc.freeze()
+    state = hygiene.State.now()
+    while True:
+        try:
+            path, *task = connection.recv()
+        except EOFError:
+            return
+        os.ftruncate(descriptor, 0)
+        sys.path[:] = path
+        try:
+            value = pickle.dumps(_call(rank, *task))
+            gc.collect()
+            left = state.restore()
+            answer = (False, f"left behind: {'; '.join(left)}") if left else (True, value)
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send(answer)
+
+
+def _call(rank: int, world_size: int, store: str | None, call: bytes) -> Any:
     # A Trainer inside finds itself started from outside, as under torchrun.
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
-        TORCHELASTIC_RUN_ID="tests",
-    )
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+    os.environ.update(environment)
+    function, args, kwargs = pickle.loads(call)
     try:
-        if init_process_group:
+        if store is not None:
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout),
+                timeout=_COLLECTIVE,
             )
         value = function(*args, **kwargs)
         if dist.is_initialized():
             dist.barrier()
-        results.put((rank, True, value))
-    except BaseException:
-        results.put((rank, False, traceback.format_exc()))
     finally:
-        faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
             dist.destroy_process_group()
+        for name in environment:
+            os.environ.pop(name, None)
+    return value

@@ -185,12 +185,18 @@ def test_an_unknown_key_of_a_config_is_named(tmp_path):
     assert "max_seqlen_per_rank" in done.stderr
 
 
-def test_a_data_path_that_does_not_exist_stops_every_process(tmp_path):
-    config = str(ROOT / "configs" / "quickstart.yaml")
-    done = cli("fit", "--config", config, "--data.init_args.data=[nowhere/*.txt]", cwd=tmp_path)
+@pytest.mark.parametrize("option", [[], ["--traceback"]])
+def test_a_data_path_that_does_not_exist_stops_every_process(option, tmp_path):
+    config = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
+    wrong = ["--trainer.devices=2", "--data.init_args.data=[nowhere/*.txt]"]
+    done = cli("fit", *option, config, *wrong, cwd=tmp_path)
     assert done.returncode != 0
-    # Once from each of the four processes.
-    assert done.stderr.count("nowhere/*.txt") >= 4
+    if option:
+        assert "Traceback" in done.stderr
+    else:
+        assert done.stderr.count("lightning-dcp fit: error: ") == 1
+        assert done.stderr.count("nowhere/*.txt") == 1
+        assert "Traceback" not in done.stderr
 
 
 def help_of(*arguments: str, cwd: Path) -> str:

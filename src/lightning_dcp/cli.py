@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from jsonargparse import set_parsing_settings
 
 from lightning_dcp.tools import COMMANDS
+from lightning_dcp.tools.mistakes import TRACEBACK, told_once
 
 _OF_LIGHTNING = {
     "fit": "train a model",
@@ -24,16 +26,24 @@ def main(args: Sequence[str] | None = None) -> None:
         args: The command line, without the command's name; that of the process by default.
     """
     given = list(sys.argv[1:] if args is None else args)
+    if "--traceback" in given:
+        # In the environment, where the processes that Lightning starts find it too.
+        os.environ[TRACEBACK] = "1"
+        given = [arg for arg in given if arg != "--traceback"]
+        if args is None:
+            sys.argv[1:] = given
     # The strings under the fields of our config dataclasses are their help texts.
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    if given and given[0] in COMMANDS:
-        COMMANDS[given[0]].run(given[1:])
-    elif given in (["-h"], ["--help"]):
+    if given in (["-h"], ["--help"]):
         print(_help())
-    else:
-        from lightning_dcp.tools.lightning_cli import DynamicCPCLI, cli_options
+        return
+    with told_once(given[0] if given else ""):
+        if given and given[0] in COMMANDS:
+            COMMANDS[given[0]].run(given[1:])
+        else:
+            from lightning_dcp.tools.lightning_cli import run_lightning
 
-        DynamicCPCLI(**cli_options(), args=given)
+            run_lightning(None if args is None else given)
 
 
 def _help() -> str:

@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
@@ -485,25 +484,8 @@ class DynamicCPStrategy(ProcessStrategy):
             _unwrapped(optimizer), self._module, state, self.context
         )
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        # By name the cap cannot be given: it follows from the DataModule.
-        for name, start_method in (("dynamic_cp", "popen"), ("dynamic_cp_notebook", "fork")):
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name,
-                    cls,
-                    description=f"Dynamic context parallelism, started by {start_method}",
-                    max_seqlen_per_dp_cp_rank="auto",
-                    start_method=start_method,
-                )
-
 
 def _unwrapped(optimizer: Any) -> MegatronOptimizer:
     inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     assert isinstance(inner, MegatronOptimizer)
     return inner
-
-
-DynamicCPStrategy.register_strategies(StrategyRegistry)

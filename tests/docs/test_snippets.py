@@ -15,6 +15,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -205,6 +206,16 @@ def scheduler_of_step_lr() -> tuple[str, float]:
     return type(config.scheduler).__name__, config.interval
 
 
+def moments_of_later_fits() -> tuple[float, float]:
+    """The first weight of a model after two fits of a batch each, and after one fit of both."""
+    batches = trainers.batches(2).train
+    looped, once = trainers.module(), trainers.module()
+    for batch in batches:
+        trainers.trainer().fit(looped, trainers.Batches([batch]))
+    trainers.trainer().fit(once, trainers.Batches(batches))
+    return tuple(float(next(one.model.parameters()).flatten()[0]) for one in (looped, once))
+
+
 def run_script(page: str, folder: str) -> str:
     path = Path(folder) / f"{page}.{os.environ['RANK']}.py"
     path.write_text(script_of(page))
@@ -220,6 +231,7 @@ def everything(folder: str) -> dict[str, Any]:
         "whole": read_whole(folder),
         "logged": logged_names(folder),
         "scheduler": scheduler_of_step_lr(),
+        "fits": moments_of_later_fits(),
         "reinforcement": run_script("reinforcement-learning.md", folder),
     }
 
@@ -267,6 +279,11 @@ def test_a_loader_that_samples_learns(on_two_processes):
     assert last > first + 0.2
 
 
+def test_a_loop_of_fits_forgets_adams_moments(on_two_processes):
+    looped, once = on_two_processes[0]["fits"]
+    assert looped != pytest.approx(once, rel=1e-5)
+
+
 # -- processes of their own -------------------------------------------------------------------
 
 
@@ -294,7 +311,7 @@ def test_the_notebooks_cell_runs_and_what_the_page_says_is_so(tmp_path):
     (cell,) = blocks("notebooks.md")
     more = """
 print("model", model.model, "of metrics", sorted(trainer.callback_metrics))
-before = new_trainer().validate(model, data, verbose=False)
+print("untrained", new_trainer().validate(model, data, verbose=False))
 print("predicted", new_trainer().predict(model, data))
 """
     (tmp_path / "cell.py").write_text(cell + more)
@@ -302,6 +319,8 @@ print("predicted", new_trainer().predict(model, data))
     assert "model None" in out
     assert "train_loss" in out
     assert "predicted None" in out
+    trained, untrained = map(float, re.findall(r"val_loss\D+(\d\.\d+)", out))
+    assert trained < untrained - 0.1
 
 
 # -- what pages say ---------------------------------------------------------------------------
@@ -327,6 +346,14 @@ def test_the_architectures_folders_and_files_are_there():
     assert len(paths) > 20
     for path in paths:
         assert (package / path).exists() or (ROOT / path).exists(), path
+
+
+def test_the_architecture_has_every_layer_of_the_import_contract():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(one["layers"] for one in contracts["contracts"] if one["type"] == "layers")
+    for name in re.findall(r"lightning_dcp\.(\w+)", " ".join(layers)):
+        assert re.search(rf"`{name}(/|\.py)?`", text), name
 
 
 def test_the_index_has_every_page():

@@ -117,13 +117,14 @@ def batch_of(name, index):
     return batch
 
 
-def plan_pairs(planner, cp, problem):
+def plan_pairs(planner, cp, request):
     """A planner that plans pairs as if each were one sample, long enough for any CP size."""
-    align = row_alignment(problem.num_ranks, problem.tp_size)
-    padded = [-(-length // align) * align for length in problem.lengths]
+    align = row_alignment(request.num_ranks, request.settings.tp_size)
+    padded = [-(-length // align) * align for length in request.lengths]
     last = len(padded) - 1
     units = tuple(padded[one] + padded[last - one] for one in range(len(padded) // 2))
-    steps = planner(dataclasses.replace(problem, lengths=units, context_parallel_size=cp))
+    settings = dataclasses.replace(request.settings, context_parallel_size=cp)
+    steps = planner(dataclasses.replace(request, lengths=units, settings=settings))
 
     def members(group):
         ids = [sample for unit in group.sample_ids for sample in (unit, last - unit)]

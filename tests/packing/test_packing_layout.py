@@ -32,7 +32,7 @@ def test_rows_are_the_zigzag_of_every_sequence(case):
         assert layout.num_rows == len(rows)
         assert layout.sequence_of_row.tolist() == [sequence for sequence, _ in rows]
         assert layout.positions.tolist() == [position for _, position in rows]
-        assert layout.is_token.tolist() == [
+        assert (~layout.is_padding).tolist() == [
             position < case.lengths[sequence] for sequence, position in rows
         ]
 
@@ -89,9 +89,9 @@ def test_rows_that_fill_up_a_pack_are_padding_at_its_end():
     assert first.cu_seqlens_padded.tolist() == [0, 4, 16]
     # The last sequence is cut as one of 12 tokens: chunks of 3.
     assert first.positions.tolist() == [0, 3, 0, 1, 2, 9, 10, 11]
-    assert first.is_token.tolist() == [True, False, True, True, True, False, False, False]
+    assert (~first.is_padding).tolist() == [True, False, True, True, True, False, False, False]
     assert second.positions.tolist() == [1, 2, *range(3, 9)]
-    assert second.is_token.tolist() == [True] * 5 + [False] * 3
+    assert (~second.is_padding).tolist() == [True] * 5 + [False] * 3
 
 
 @pytest.mark.parametrize("cp_rank", range(32))
@@ -111,8 +111,8 @@ def test_positions_of_a_length_that_needs_padding():
     first, second = (PackLayout.of([4803], cp_size=2, cp_rank=rank) for rank in (0, 1))
     assert first.positions.tolist() == [*range(1201), *range(3603, 4804)]
     assert second.positions.tolist() == list(range(1201, 3603))
-    assert first.is_token.tolist() == [True] * 2401 + [False]
-    assert second.is_token.all()
+    assert (~first.is_padding).tolist() == [True] * 2401 + [False]
+    assert not second.is_padding.any()
 
 
 def test_odd_lengths_keep_their_last_token():
@@ -120,8 +120,8 @@ def test_odd_lengths_keep_their_last_token():
     assert first.padded_lengths.tolist() == [4, 4]
     assert first.positions.tolist() == [0, 3, 0, 3]
     assert second.positions.tolist() == [1, 2, 1, 2]
-    assert first.is_token.tolist() == [True, True, True, False]
-    assert second.is_token.all()
+    assert (~first.is_padding).tolist() == [True, True, True, False]
+    assert not second.is_padding.any()
 
 
 @pytest.mark.parametrize("cp_rank", [0, 2])

@@ -79,7 +79,7 @@ def test_gradients_reach_the_rows_and_not_the_padding():
     to_jagged([part], 2).values().sum().backward()
     for rank, rows in enumerate(ranks):
         mine = PackLayout.of([3, 2], cp_size=2, cp_rank=rank)
-        assert rows.grad.tolist() == mine.is_token.astype(float).tolist()
+        assert rows.grad.tolist() == (~mine.is_padding).astype(float).tolist()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from planning_workloads import COST_MODELS, predictions, workloads
 
 from lightning_dcp.config.padding import PackPadding, longest_that_fits
-from lightning_dcp.planning import CostModel, Problem, lower_bound, plan_global_batch
-from lightning_dcp.planning.bound import raised_bound
+from lightning_dcp.planning import PlanRequest, PlanSettings, lower_bound, plan_global_batch
 from lightning_dcp.planning.planners.balanced import plan_balanced
-from lightning_dcp.planning.report import predicted_time
-from lightning_dcp.planning.step_prices import StepPrices
+from lightning_dcp.planning.report import predicted_seconds
 
 # What rounding may add up to.
 EXACT = 1 + 1e-9
@@ -76,48 +74,48 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*smaller[:k], [first, *block], *smaller[k + 1 :]]
 
 
-def least_seconds(problem: Problem) -> float:
+def least_seconds(request: PlanRequest) -> float:
     """The time of the quickest of all valid plans in lockstep, without the code under test."""
     best = float("inf")
-    padding, tp_size = problem.padding, problem.tp_size
+    padding, tp_size = request.settings.padding, request.settings.tp_size
 
     def rows(pack: list[int], size: int) -> int:
-        return padding.pack_rows(sum(problem.rows[size][i] for i in pack), size, tp_size)
+        return padding.pack_rows(sum(request.rows[size][i] for i in pack), size, tp_size)
 
     def tail(pack: list[int], size: int) -> float:
-        more = rows(pack, size) - sum(problem.rows[size][i] for i in pack)
-        return problem.cost_model.seconds_per_row * more
+        more = rows(pack, size) - sum(request.rows[size][i] for i in pack)
+        return request.settings.cost_model.seconds_per_row * more
 
-    for packs in partitions(list(range(len(problem.lengths)))):
-        choices = [[s for s in problem.sizes if rows(pack, s) <= problem.cap] for pack in packs]
+    for packs in partitions(list(range(len(request.lengths)))):
+        choices = [
+            [
+                s
+                for s in request.cp_sizes
+                if rows(pack, s) <= request.settings.max_seqlen_per_dp_cp_rank
+            ]
+            for pack in packs
+        ]
         for sizes in itertools.product(*choices):
-            if sum(sizes) % problem.num_ranks:
+            if sum(sizes) % request.num_ranks:
                 continue
             times = [
-                problem.fixed[s] + sum(problem.times[s][i] for i in pack) + tail(pack, s)
+                request.fixed[s] + sum(request.times[s][i] for i in pack) + tail(pack, s)
                 for s, pack in zip(sizes, packs, strict=True)
             ]
             for steps in partitions(list(range(len(packs)))):
                 # Powers of two that add up to the pool can always be aligned, longest first.
-                if all(sum(sizes[k] for k in step) == problem.num_ranks for step in steps):
+                if all(sum(sizes[k] for k in step) == request.num_ranks for step in steps):
                     best = min(best, sum(max(times[k] for k in step) for step in steps))
     return best
 
 
-def longest_alone(problem: Problem) -> float:
-    """The least time of a micro-batch that holds the sample for which this is the most."""
-    return max(
-        min(
-            problem.times[size][sample] + problem.fixed[size]
-            for size in problem.sizes
-            if problem.rows[size][sample] <= problem.rooms[size]
-        )
-        for sample in range(len(problem.lengths))
-    )
+def request_of(lengths: Sequence[int], num_ranks: int, cap: int, **options: object) -> PlanRequest:
+    settings = PlanSettings(num_ranks=num_ranks, max_seqlen_per_dp_cp_rank=cap, **options)
+    return PlanRequest(tuple(lengths), settings)
 
 
 @st.composite
-def tiny_problems(draw: st.DrawFn) -> Problem:
+def tiny_requests(draw: st.DrawFn) -> PlanRequest:
     num_ranks = draw(st.integers(1, 6))
     cap = draw(st.sampled_from([2, 4, 6, 50, 512]))
     buckets = [None, 2, cap // 2 if cap % 4 == 0 else 2]
@@ -125,77 +123,21 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
     most = longest_that_fits(cap, num_ranks, padding=padding)
     lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=4))
     model = draw(st.sampled_from(sorted(COST_MODELS)))
-    problem = Problem(
-        tuple(lengths), num_ranks, cap, cost_model=COST_MODELS[model], padding=padding
-    )
-    pair = problem.rows[num_ranks][0] + problem.rows[num_ranks][-1]
-    if len(lengths) > 1 and pair <= problem.rooms[num_ranks] and draw(st.booleans()):
+    request = request_of(lengths, num_ranks, cap, cost_model=COST_MODELS[model], padding=padding)
+    pair = request.rows[num_ranks][0] + request.rows[num_ranks][-1]
+    if len(lengths) > 1 and pair <= request.capacity[num_ranks] and draw(st.booleans()):
         units = ((0, len(lengths) - 1), *((i,) for i in range(1, len(lengths) - 1)))
-        problem = dataclasses.replace(problem, units=units)
-    return problem
+        request = dataclasses.replace(request, units=units)
+    return request
 
 
 @settings(max_examples=120, deadline=None)
-@given(tiny_problems())
-def test_the_bound_is_below_the_best_of_all_plans(problem: Problem) -> None:
-    best = least_seconds(problem)
-    steps = plan_balanced(problem)
-    assert lower_bound(problem) <= best * EXACT
-    assert best <= predicted_time(problem, steps) * EXACT
-    for seconds in (best, 1.01 * best, 1.3 * best, 10 * best):
-        assert raised_bound(problem, seconds) <= best * EXACT
-        # The longest step of the best plan takes something in between.
-        prices = StepPrices(problem)
-        assert prices.bound(longest_alone(problem), seconds, enough=10 * best) <= best * EXACT
-
-
-def test_the_bound_is_raised_where_one_long_sample_leads() -> None:
-    lengths = (22_031, *[700] * 150)
-    problem = Problem(lengths, 16, 4096, cost_model=COST_MODELS["experts"])
-    seconds = predicted_time(problem, plan_balanced(problem))
-    assert 1.01 * lower_bound(problem) < raised_bound(problem, seconds) <= seconds
-
-
-def test_charges_for_rows_see_the_ranks_that_wait_for_a_long_step() -> None:
-    """Beside one giant, ranks that one sample fills for a fraction of its time."""
-    model = COST_MODELS["experts"]
-    problem = Problem((120_000, *[8192] * 40), 32, 8192, cost_model=model)
-    seconds = predicted_time(problem, plan_balanced(problem))
-    low = longest_alone(problem)
-    charged = StepPrices(problem).bound(low, seconds, enough=seconds)
-    assert 1.05 * lower_bound(problem) < charged <= seconds * EXACT
-
-
-def rows_and_hops(lengths: list[int], *, pair: float, hop: float) -> Problem:
-    """Four ranks of 10,000 rows, where time is for rows, pairs of tokens and hops."""
-    model = CostModel(
-        seconds_per_row=1e-4,
-        seconds_per_pair=pair,
-        thin_rows=0.0,
-        kv_seconds_per_row_within=0.0,
-        kv_seconds_per_row_across=0.0,
-        hop_seconds_within=hop,
-        fixed_seconds=0.1,
-    )
-    return Problem(tuple(lengths), 4, 10_000, cost_model=model)
-
-
-def test_the_raised_bound_counts_ranks_that_samples_do_not_share() -> None:
-    """The rows of all five fit a step, but none of them a second one beside it on a rank."""
-    problem = rows_and_hops([7000, 7000, 7000, 7000, 4000], pair=0.0, hop=1.0)
-    best = least_seconds(problem)
-    # One step of two groups of two: 9000 rows, a hop and the fixed time. One rank each, and a
-    # second step for the fifth, would take longer.
-    assert best == pytest.approx(0.9 + 1.0 + 0.1)
-    assert lower_bound(problem) < 0.5 * best
-    assert raised_bound(problem, best) > 0.6 * best
-
-
-def test_the_raised_bound_knows_the_rows_for_which_a_long_sample_leaves_no_time() -> None:
-    problem = rows_and_hops([12_000, 900, 900, 900, 900], pair=1e-7, hop=0.02)
-    best = least_seconds(problem)
-    assert lower_bound(problem) < 0.99 * best
-    assert 0.998 * best < raised_bound(problem, best) <= best * EXACT
+@given(tiny_requests())
+def test_the_bound_is_below_the_best_of_all_plans(request: PlanRequest) -> None:
+    best = least_seconds(request)
+    steps = plan_balanced(request)
+    assert lower_bound(request) <= best * EXACT
+    assert best <= predicted_seconds(request, steps) * EXACT
 
 
 def test_balanced_finds_nearly_the_best_of_all_plans() -> None:
@@ -207,7 +149,7 @@ def test_balanced_finds_nearly_the_best_of_all_plans() -> None:
         most = longest_that_fits(cap, num_ranks)
         lengths = tuple(rng.integers(1, most + 1, int(rng.integers(1, 5))).tolist())
         plan = plan_global_batch(lengths, num_ranks=num_ranks, max_seqlen_per_dp_cp_rank=cap)
-        best = least_seconds(Problem(lengths, num_ranks, cap))
+        best = least_seconds(request_of(lengths, num_ranks, cap))
         ratios.append(best / plan.report.predicted_seconds)
     assert np.mean(ratios) > 0.98
 
@@ -234,6 +176,6 @@ def test_it_knows_that_only_the_whole_of_an_odd_pool_is_left(num_ranks: int) -> 
 def test_it_counts_steps_by_samples_that_do_not_share_a_micro_batch() -> None:
     """More than half the cap each: as many micro-batches as samples, though the rows need fewer."""
     model = COST_MODELS["dense"]
-    problem = Problem((600,) * 4, 1, 1000, cost_model=model)
+    request = request_of((600,) * 4, 1, 1000, cost_model=model)
     work = 4 * model.sample_times(np.array([600]))[0]
-    assert lower_bound(problem) == pytest.approx(4 * model.fixed_seconds + work, rel=1e-6)
+    assert lower_bound(request) == pytest.approx(4 * model.fixed_seconds + work, rel=1e-6)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lightning_dcp.config.padding import PackPadding
-from lightning_dcp.planning import CostModel, Group, Plan, PlanError, Step
+from lightning_dcp.planning import CostModel, Group, Plan, PlanError, Step, group_times
 
 FIRST = Step((Group(0, 2, (0,)), Group(2, 1, (1,)), Group(3, 1, (2, 3))))
 WHOLE = Step((Group(0, 4, (4,)),))
@@ -25,6 +25,7 @@ def test_a_valid_plan() -> None:
     assert list(plan.cp_sizes()) == [1, 2, 4]
     assert [plan.rows(group) for group in FIRST.groups] == [4, 4, 4]
     assert plan.rows(WHOLE.groups[0]) == 4
+    assert plan.most_rows(FIRST) == 4
     assert (plan.num_tokens, plan.num_padded_tokens) == (29, 32)
 
 
@@ -177,13 +178,15 @@ def test_packs_that_are_filled_up_beyond_the_cap_are_named() -> None:
         plan.validate()
 
 
-def test_step_times_are_those_of_the_slowest_group() -> None:
+def test_group_times() -> None:
     # Rows take 1 s, exchanges 10 s a row and rank, and each micro-batch 100 s.
     model = CostModel(
         seconds_per_row=1.0, seconds_per_pair=0.0, kv_seconds_per_row_within=10.0,
         hop_seconds_within=0.0, fixed_seconds=100.0,
     )  # fmt: skip
-    assert model.step_times(plan_of(FIRST, WHOLE)) == [144.0, 224.0]
+    times = group_times(plan_of(FIRST, WHOLE), model)
+    assert list(map(max, times)) == [144.0, 224.0]
+    assert [len(step) for step in times] == [3, 1]
 
 
 def test_only_predicted_plans_have_a_quality() -> None:

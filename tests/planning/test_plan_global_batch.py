@@ -20,13 +20,15 @@ from lightning_dcp.planning import (
     Group,
     Plan,
     PlanError,
-    Problem,
+    PlanRequest,
+    PlanSettings,
     Step,
     evaluate,
     plan_global_batch,
 )
-from lightning_dcp.planning.planners.static import plan_static, plan_static_below
-from lightning_dcp.planning.report import predicted_time
+from lightning_dcp.planning.planners.packs import makespan
+from lightning_dcp.planning.planners.static import plan_static, static_packs_below
+from lightning_dcp.planning.report import predicted_seconds
 
 DYNAMIC = ["balanced", "longest_sequence"]
 PLANNERS = [*DYNAMIC, "static"]
@@ -113,18 +115,18 @@ def test_units_stay_in_one_micro_batch(planner: str, workload: dict, prediction:
 
 def test_rounding_does_not_rule_out_a_static_plan() -> None:
     """Whatever is with what, the work is the same, but the last bit of its sum is not."""
-    problem = Problem(
-        lengths=(81_920, 1, 1, 1, 81_920, 81_920, 81_920, 81_920),
-        num_ranks=8,
-        cap=10_496,
-        padding=PackPadding(fp8=True, pad_to_length=10_496),
+    request = PlanRequest(
+        (81_920, 1, 1, 1, 81_920, 81_920, 81_920, 81_920),
+        PlanSettings(
+            num_ranks=8,
+            max_seqlen_per_dp_cp_rank=10_496,
+            padding=PackPadding(fp8=True, pad_to_length=10_496),
+        ),
         units=((0, 1, 2), (3,), (4,), (5,), (6,), (7,)),
     )
-    seconds = predicted_time(problem, plan_static(problem))
-    found = plan_static_below(problem, math.nextafter(seconds, math.inf))
-    assert found is not None
-    assert found[1] == seconds
-    assert plan_static_below(problem, seconds) is None
+    seconds = predicted_seconds(request, plan_static(request))
+    found = static_packs_below(request, math.nextafter(seconds, math.inf))
+    assert seconds in [makespan(request, packs) for packs in found]
 
 
 @settings(max_examples=100, deadline=None)
@@ -425,8 +427,8 @@ def test_context_parallel_size_belongs_to_static(planner: str) -> None:
 # Planners of the user's own.
 
 
-def one_after_the_other(problem: Problem) -> list[Step]:
-    return [Step((Group(0, problem.num_ranks, (i,)),)) for i in range(len(problem.lengths))]
+def one_after_the_other(request: PlanRequest) -> list[Step]:
+    return [Step((Group(0, request.num_ranks, (i,)),)) for i in range(len(request.lengths))]
 
 
 def test_a_function_as_planner() -> None:
@@ -443,20 +445,23 @@ def test_a_function_that_breaks_a_rule_is_found_out() -> None:
             [9, 3],
             num_ranks=3,
             max_seqlen_per_dp_cp_rank=8,
-            planner=lambda problem: one_after_the_other(problem)[:1],
+            planner=lambda request: one_after_the_other(request)[:1],
         )
 
 
 @given(workload=workloads())
 @settings(max_examples=50, deadline=None)
-def test_the_tables_of_a_problem_are_the_shared_padding_rule(workload: dict) -> None:
+def test_the_tables_of_a_request_are_the_shared_padding_rule(workload: dict) -> None:
     cap, tp_size = workload["max_seqlen_per_dp_cp_rank"], workload["tp_size"]
     lengths = tuple(workload["lengths"])
-    problem = Problem(lengths, workload["num_ranks"], cap, tp_size)
-    for size in problem.sizes:
-        assert problem.rows[size] == [rows_per_rank(n, size, tp_size) for n in lengths]
-    for sample, smallest in enumerate(problem.min_sizes):
-        fits = [size for size in problem.sizes if problem.rows[size][sample] <= cap]
+    settings = PlanSettings(
+        num_ranks=workload["num_ranks"], max_seqlen_per_dp_cp_rank=cap, tp_size=tp_size
+    )
+    request = PlanRequest(lengths, settings)
+    for size in request.cp_sizes:
+        assert request.rows[size] == [rows_per_rank(n, size, tp_size) for n in lengths]
+    for sample, smallest in enumerate(request.min_cp_sizes):
+        fits = [size for size in request.cp_sizes if request.rows[size][sample] <= cap]
         assert smallest == fits[0]
         # All larger sizes hold it too: planners rely on it.
-        assert fits == [size for size in problem.sizes if size >= smallest]
+        assert fits == [size for size in request.cp_sizes if size >= smallest]

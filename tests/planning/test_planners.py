@@ -9,11 +9,11 @@ from lightning_dcp.planning import (
     CostModel,
     Group,
     Plan,
-    Problem,
+    PlanRequest,
+    PlanSettings,
     Step,
     plan_global_batch,
 )
-from lightning_dcp.planning.planners import balanced
 from lightning_dcp.planning.planners.packs import Pack, complete
 
 
@@ -221,25 +221,14 @@ def test_a_larger_pool_is_never_slower_for_its_long_samples() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_balanced_lets_long_samples_share_groups_beside_a_giant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One each on the smallest groups that hold them, they do not all fit into its step."""
-    lengths = [64_000, *[18_000] * 3, *[9000] * 11, *[700] * 120]
-    options = {"num_ranks": 256, "max_seqlen_per_dp_cp_rank": 1024}
-    # Local search finds such steps as well.
-    monkeypatch.setattr(balanced, "_MOST_SEARCHED", 0)
-    shared = _seconds(lengths, options)
-    monkeypatch.setattr(balanced, "_NUM_SHARED", ())
-    assert shared < 0.9 * _seconds(lengths, options)
-
-
-def _seconds(lengths: list[int], options: dict) -> float:
-    return plan_global_batch(lengths, **options).report.predicted_seconds
-
-
 def test_free_ranks_go_to_samples_that_hops_slow_down_least() -> None:
-    problem = Problem((4000, 100, 50), 4, 4096, cost_model=CostModel(hop_seconds_within=1.0))
-    packs = complete(problem, [Pack(1, (sample,)) for sample in range(3)])
+    settings = PlanSettings(
+        num_ranks=4,
+        max_seqlen_per_dp_cp_rank=4096,
+        cost_model=CostModel(hop_seconds_within=1.0),
+    )
+    packs = complete(
+        PlanRequest((4000, 100, 50), settings), [Pack(1, (sample,)) for sample in range(3)]
+    )
     assert packs is not None
     assert sorted(packs) == [Pack(1, (0,)), Pack(1, (1,)), Pack(2, (2,))]

@@ -41,7 +41,7 @@ class MoEConfig:
     router_fusion: bool = False
     """TransformerEngine's fused router kernels; on GPUs only, and not with router replay."""
     router_replay: bool = False
-    """Let routes be recorded and replayed (see the guide)."""
+    """Let routes be recorded and replayed (docs/prediction.md)."""
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size", "shared_expert_ffn_hidden_size"):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_dcp.config.checks import check_at_least
 
 # FP8 kernels work on blocks: tokens of a sequence, and alignments in the whole pack.
@@ -141,13 +144,17 @@ def row_alignment(cp_size: int, tp_size: int = 1) -> int:
     return tp_size * (2 * cp_size if cp_size > 1 else 1)
 
 
-def padded_length(length: int, cp_size: int, tp_size: int = 1, padding: PackPadding = TIGHT) -> int:
+def padded_length[T: (int, NDArray[np.int64])](
+    length: T, cp_size: int, tp_size: int = 1, padding: PackPadding = TIGHT
+) -> T:
     """``length`` rounded up to the alignment of a sequence: tokens of the whole group."""
     align = padding.sequence_alignment(cp_size, tp_size)
     return -(-length // align) * align
 
 
-def rows_per_rank(length: int, cp_size: int, tp_size: int = 1, padding: PackPadding = TIGHT) -> int:
+def rows_per_rank[T: (int, NDArray[np.int64])](
+    length: T, cp_size: int, tp_size: int = 1, padding: PackPadding = TIGHT
+) -> T:
     """The rows that each rank of the CP group holds of a sequence of ``length`` tokens."""
     return padded_length(length, cp_size, tp_size, padding) // cp_size
 

@@ -4,6 +4,8 @@ With ``setup_parallel`` and ``install_cp_hooks`` (``lightning_dcp.parallel``) an
 (``lightning_dcp.model``) this is all that a training loop of one's own needs.
 """
 
+# First, for its side effect: Megatron-Core's notices at import stay away.
+from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.optimizer import OptimizerSettings
 from lightning_dcp.engine.checkpoint import (
     WHOLE,

@@ -89,7 +89,7 @@ def micro_batches(
             # Routers and depths weigh the losses that they add by the targets: theirs vanish too.
             batch_totals=replace(totals, targets=0) if is_filler else totals,
             # Experts on other ranks may gather as many from each; nobody else asks.
-            max_rows_of_step=_max_rows(plan, step) if shares_experts else None,
+            max_rows_of_step=plan.most_rows(step) if shares_experts else None,
             routes=routes,
         )
 
@@ -104,13 +104,9 @@ def steps_to_run(plan: Plan, sizes: ParallelSizes) -> list[tuple[Step, bool]]:
     steps = [(step, False) for step in plan.steps]
     if sizes.virtual_pipeline_model_parallel_size > 1:
         missing = -len(steps) % sizes.pipeline_model_parallel_size
-        smallest = min(plan.steps, key=lambda step: _max_rows(plan, step))
+        smallest = min(plan.steps, key=plan.most_rows)
         steps += [(smallest, True)] * missing
     return steps
-
-
-def _max_rows(plan: Plan, step: Step) -> int:
-    return max(plan.rows(group) for group in step.groups)
 
 
 def _empty(micro_batch: MicroBatch) -> None:

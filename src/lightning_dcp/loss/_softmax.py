@@ -190,6 +190,7 @@ def _exponentials(block: Chunk, terms: LossTerms, shard: VocabShard) -> tuple[Te
 def _combine(gathered: Tensor, terms: LossTerms, shard: VocabShard) -> RowStatistics:
     """Statistics of the whole vocabulary from the sums [ranks, k, R] of its slices."""
     maxima, sums, targets, *rest = gathered.unbind(1)
+    # Each rank's sum of exponentials is relative to its own maximum, so that none overflows.
     maximum = maxima.amax(0)
     shift = maxima - maximum
     scale = shift.exp()

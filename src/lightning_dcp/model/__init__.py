@@ -1,5 +1,7 @@
 """The model: Megatron-Core's GPTModel, with attention for packed sequences under any CP group."""
 
+# First, for its side effect: Megatron-Core's notices at import stay away.
+from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.model import ModelConfig, Recompute
 from lightning_dcp.config.moe import MoEConfig
 from lightning_dcp.model.build import build_gpt_model, build_model, model_chunks

@@ -41,7 +41,7 @@ def transformer_config(
     if config.moe is not None:
         options |= config.moe.megatron_options(config.ffn_width, grouped_gemm=fused)
     if fp8 is not None:
-        # Packs are padded for its kernels; what an expert gets is not known ahead.
+        # Packs are padded for its kernels; what an expert gets is not known before.
         options |= {"fp8": fp8, "moe_router_padding_for_quantization": config.moe is not None}
     return TransformerConfig(
         num_layers=config.num_layers,
@@ -97,12 +97,13 @@ def _pipeline_options(sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, Any
     virtual = sizes.virtual_pipeline_model_parallel_size
     return {
         "pipeline_dtype": dtype,
-        # Stages send the shape ahead. Megatron-Core allows it with this dispatcher only, in dense
+        # Stages send the shape first. Megatron-Core allows it with this dispatcher only, in dense
         # models too.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
-        # Two stages send in both directions between one pair of ranks: batched, they get swapped.
+        # Two stages send in both directions between one pair of ranks. Batched, the two messages
+        # get swapped, and nothing fails: micro-batches get each other's states.
         "overlap_p2p_comm": virtual > 1,
         "batch_p2p_comm": virtual == 1,
     }

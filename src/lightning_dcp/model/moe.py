@@ -77,7 +77,8 @@ class PackedTopKRouter(TopKRouter):
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attaches the z-loss of this rank's real rows; ``logits`` ``[rows, experts]``."""
         coefficient = self.config.moe_z_loss_coeff
-        if not coefficient or not self._trains:
+        # A recomputed layer's first pass runs without gradients: counted once, in the second.
+        if not coefficient or not (self.training and torch.is_grad_enabled()):
             return logits
         squares = torch.logsumexp(logits.float(), dim=-1).square()
         if padding_mask is not None:
@@ -113,7 +114,8 @@ class PackedTopKRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if not coefficient:
             return probs
-        sequence_of_row = self._sequence_of_row(len(probs), probs.device)
+        # Rows that a dispatcher added at the end count for sequence 0, with nothing.
+        sequence_of_row = self._rows_here(self._bound.sequence_of_row(probs.device), len(probs))
         lengths = self._bound.lengths(probs.device)
         shape = (len(lengths), self.num_experts)
         counts = torch.zeros(shape, device=probs.device)
@@ -135,11 +137,6 @@ class PackedTopKRouter(TopKRouter):
             self.local_tokens_per_expert += routing_map.sum(0)
 
     @property
-    def _trains(self) -> bool:
-        # A recomputed layer's first pass runs without gradients: counted once, in the second.
-        return self.training and torch.is_grad_enabled()
-
-    @property
     def _bound(self) -> BoundPackedSeqParams:
         if self.sequences is None:
             raise RuntimeError(
@@ -149,20 +146,14 @@ class PackedTopKRouter(TopKRouter):
 
     def _summed_over_group(self, counts: Tensor) -> Tensor:
         """Sums over the ranks that share the micro-batch's rows: its CP group, and TP's slices."""
+        # The same order on all ranks. A CP group lies across the TP groups of its ranks, so that
+        # two ranks that took them the other way round would wait for each other.
         counts = counts.contiguous()
         for group in (self._bound.cp_group, self.tp_group):
             is_tp = group is self.tp_group
             if dist.get_world_size(group) > 1 and (not is_tp or self.config.sequence_parallel):
                 dist.all_reduce(counts, group=group)
         return counts
-
-    def _sequence_of_row(self, num_rows: int, device: torch.device) -> Tensor:
-        """``[rows]``: the sequence of the pack that each of this rank's rows is in.
-
-        Under sequence parallelism they are this rank's slice. Rows that a dispatcher had added at
-        the end are padding; they count for sequence 0, with nothing.
-        """
-        return self._rows_here(self._bound.sequence_of_row(device), num_rows)
 
     def _num_own_rows(self, num_rows: int) -> int:
         """Of a rank's rows of the micro-batch, those that this router routes."""

@@ -90,15 +90,11 @@ def moe_layer_index(config: Any, layer_number: int) -> int:
         config: Megatron-Core's; ``moe_layer_freq`` says which layers have experts.
         layer_number: From 1, over all pipeline stages.
     """
-    return sum(_has_experts(config)[: layer_number - 1])
-
-
-def _has_experts(config: Any) -> list[bool]:
-    """Of each layer; as Megatron-Core's ``get_gpt_decoder_block_spec`` reads the option."""
+    # As Megatron-Core's `get_gpt_decoder_block_spec` reads the option.
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(config.num_layers)]
-    return [bool(has) for has in frequency]
+        return sum(layer % frequency == 0 for layer in range(layer_number - 1))
+    return sum(map(bool, frequency[: layer_number - 1]))
 
 
 def check_routers(

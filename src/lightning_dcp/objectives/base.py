@@ -1,4 +1,4 @@
-"""The hook: from log-probabilities and the batch's extras to a loss."""
+"""An objective: from what the model says of each row, and the batch's extras, to a loss."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from lightning_dcp.packing import GlobalBatch, Jagged, MicroBatch
 
 @dataclass(frozen=True)
 class Extra:
-    """A key of the batch that an objective reads.
+    """A key of the batch that an objective reads, and what has to stand under it.
+
+    Values are floating point unless said otherwise. What a batch holds instead is an error on every
+    rank before the step, which names the key.
 
     Attributes:
-        key: The key.
-        of: ``"token"``: a jagged tensor, one value a token, which belongs to the token it stands
-            at (unshifted, like labels); ``"sample"``: a dense one, one value a sample;
-            ``"either"``.
-        num_dims: Dimensions beyond: 1 for ``k`` values a token.
-        integer: Whether the values are ids.
+        key: The key in the dict that the DataModule gives.
+        of: ``"token"``: jagged ``[num_samples, length*]``, one value a token. It belongs to the
+            token that it stands at, as a label does, and is not shifted: packing brings it to the
+            row that predicts this token. ``"sample"``: dense ``[num_samples]``. ``"either"``: one
+            of the two.
+        num_dims: Dimensions of one value: 0 for a number, 1 for ``k`` numbers.
+        integer: Whether the values are ids of the vocabulary or of anything else.
         boolean: Whether the values are True or False.
     """
 
@@ -60,11 +64,21 @@ class Extra:
 
 
 class Objective(ABC):
-    """A loss on what the model gives for a micro-batch; the engine does not change with it.
+    """What a model is trained for. A subclass names the keys that it reads and gives losses.
 
-    The loss of a step is the sum of all target tokens' losses over the number of target tokens in
-    the global batch. An objective gives the losses; weights in it scale a token's loss and leave
-    the number alone. One that is no sum over tokens says what it counts instead.
+    A step's loss is the sum of all losses over what they count as, both over the whole global
+    batch: an objective never divides by a number of tokens, since a rank knows only its own. The
+    count is that of the target tokens, also where weights scale their losses; an objective that is
+    no sum over tokens overrides :meth:`count`. Plans, layouts and logs do not change with it::
+
+        @dataclass(frozen=True)
+        class Weighted(Objective):
+            @property
+            def extras(self):
+                return (Extra("weights"),)
+
+            def __call__(self, outputs, micro_batch):
+                return -outputs.log_probs() * micro_batch.target_extras["weights"]
 
     Attributes:
         temperature: What logits are divided by; predictions use the same, so that they serve as
@@ -85,7 +99,7 @@ class Objective(ABC):
 
     @property
     def keep_together(self) -> str | None:
-        """The per-sample key whose equal values name samples that need one micro-batch, if any."""
+        """A per-sample key, if any: samples with equal values go into one micro-batch."""
         return None
 
     @abstractmethod
@@ -100,8 +114,9 @@ class Objective(ABC):
                 of each row: ``[rows, ...]``, 0 where there is none.
 
         Returns:
-            ``[rows]``, of which rows without a target are left out, or the sum of what this rank
-            counts, a scalar. Either must depend on ``outputs``, also without a target.
+            The loss of each row ``[rows]``, of which those without a target are left out; or a
+            scalar, the sum of what this rank counts. Either must depend on ``outputs``, also where
+            there is no target: the other ranks of the CP group wait for this one's backward pass.
         """
 
     def count(self, micro_batch: MicroBatch) -> Tensor:

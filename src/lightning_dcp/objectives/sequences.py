@@ -14,10 +14,10 @@ from lightning_dcp.packing import MicroBatch
 def sequence_sums(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     """The sum of ``values`` over the targets of each sequence; a collective of the CP group.
 
-    Every rank of the group must call it, also one without a target, and let its loss depend on the
-    result: the backward pass is a collective too. A step's loss is the sum of all ranks' losses;
-    what each rank makes of a sum adds up in the gradient. A loss of whole sequences, which every
-    rank of the group can compute, must therefore be counted on one: see :func:`once_per_group`.
+    The rows of a sequence are spread over its CP group. Every rank of the group must call this, one
+    without a target too, and let its loss depend on the result: the backward pass is a collective
+    as well. Every rank then has the same sums, and a loss that each made from them would count once
+    a rank: count it on one, with :func:`once_per_group`.
 
     Args:
         values: ``[rows]``, one for each row's target; what it holds elsewhere is left out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import override
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -60,41 +60,20 @@ class FusedOutputs(TargetOutputs):
 
     @override
     def loss_sum(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-        return linear_cross_entropy(
-            self.hidden,
-            self.weight,
-            self.labels,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            tp_group=self.tp_group,
-            vocab_size=self.vocab_size,
-        )
+        total: Tensor = self._cross_entropy(label_smoothing=label_smoothing, z_loss=z_loss)
+        return total
 
     @override
     def log_probs(self, *, temperature: float | Tensor = 1.0) -> Tensor:
-        return -linear_cross_entropy(
-            self.hidden,
-            self.weight,
-            self.labels,
-            reduction="none",
-            temperature=temperature,
-            tp_group=self.tp_group,
-            vocab_size=self.vocab_size,
-        )
+        losses: Tensor = self._cross_entropy(reduction="none", temperature=temperature)
+        return -losses
 
     @override
     def log_probs_and_entropies(
         self, *, temperature: float | Tensor = 1.0
     ) -> tuple[Tensor, Tensor]:
-        losses, entropies = linear_cross_entropy(
-            self.hidden,
-            self.weight,
-            self.labels,
-            reduction="none",
-            return_entropy=True,
-            temperature=temperature,
-            tp_group=self.tp_group,
-            vocab_size=self.vocab_size,
+        losses, entropies = self._cross_entropy(
+            reduction="none", return_entropy=True, temperature=temperature
         )
         return -losses, entropies
 
@@ -108,6 +87,16 @@ class FusedOutputs(TargetOutputs):
             temperature=temperature,
             tp_group=self.tp_group,
             vocab_size=self.vocab_size,
+        )
+
+    def _cross_entropy(self, **options: Any) -> Any:
+        return linear_cross_entropy(
+            self.hidden,
+            self.weight,
+            self.labels,
+            tp_group=self.tp_group,
+            vocab_size=self.vocab_size,
+            **options,
         )
 
 

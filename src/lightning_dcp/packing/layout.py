@@ -1,8 +1,19 @@
 """Where every token of a packed micro-batch lies, from the lengths alone.
 
 The layout is the per-sequence zigzag of context parallelism (Megatron-Core and TransformerEngine,
-THD format): each padded sequence is cut in ``2 * cp_size`` chunks of ``c`` rows, and rank ``r``
-holds chunks ``r`` and ``2 * cp_size - 1 - r`` of every sequence, in this order.
+THD format): each padded sequence is cut in ``2 * cp_size`` chunks, and rank ``r`` holds chunks
+``r`` and ``2 * cp_size - 1 - r`` of every sequence, in this order. A pack of a sequence of 14
+tokens and one of 5, on 2 ranks (``.`` is padding)::
+
+    tokens of the pack    0 1 2 3|4 5 6 7|8 9 A B|C D . . || a b|c d|e .|. .
+    chunk of a sequence      0   |   1   |   2   |   3    ||  0 | 1 | 2 | 3
+
+    rows of CP rank 0     0 1 2 3 C D . . a b . .      chunks 0 and 3 of each
+    rows of CP rank 1     4 5 6 7 8 9 A B c d e .      chunks 1 and 2 of each
+
+A token attends to all before it, so that late chunks cost more: an early and a late one each give
+all ranks the same work. What lies in one chunk lies together in memory (a *run* below); the token
+after a chunk is another rank's, or lies elsewhere on this one.
 
 Rows that fill up a pack to a length or bucket lengthen the padding of its last sequence: nothing
 that works on sequences, such as attention, rope or a roll of labels, sees anything new.
@@ -181,11 +192,6 @@ class PackLayout:
         num_past = num_rows - np.clip(lengths - shift - first, 0, num_rows)
         shifts = np.cumsum(num_rows) - np.cumsum(num_past)
         return np.repeat(shifts, num_past) + np.arange(num_past.sum())
-
-    @cached_property
-    def is_token(self) -> NDArray[np.bool_]:
-        """``[num_rows]`` bool: whether the local row is a token and not padding."""
-        return ~self.is_padding
 
     @cached_property
     def is_padding(self) -> NDArray[np.bool_]:

@@ -1,16 +1,16 @@
 """Ranks, process groups and CPU mode: the only folder that touches Megatron's parallel state."""
 
+from lightning_dcp._megatron import quiet_megatron
 from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.context import ParallelContext, setup_parallel
+from lightning_dcp.parallel.cp_hooks import install_cp_hooks
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode
 from lightning_dcp.parallel.groups import DynamicCPGroups
 from lightning_dcp.parallel.packed_params import (
     BatchTotals,
     BoundPackedSeqParams,
     bind_micro_batch,
-    install_cp_hooks,
 )
-from lightning_dcp.parallel.quiet import quiet_megatron
 
 __all__ = [
     "BatchTotals",

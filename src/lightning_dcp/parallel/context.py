@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from lightning_dcp.config.parallel import ParallelSizes
@@ -93,6 +94,8 @@ class ParallelContext:
 
     def _destroy_groups(self) -> None:
         self.cp_groups.destroy()
+        # A cache over all instances, keyed by CP group: it would keep groups, threads and sockets.
+        RotaryEmbedding.forward.cache_clear()
         # Megatron-Core forgets its groups and leaves them open; one is not in the collection.
         groups = [self.host_group, *vars(self.pg_collection).values()]
         groups.append(parallel_state.get_tensor_and_data_parallel_group(check_initialized=False))
@@ -142,6 +145,8 @@ def setup_parallel(
         )
     cpu_mode = enable_cpu_mode()
     try:
+        # `new_group` is a collective of the world: all ranks make all groups in this one order,
+        # members or not, and a rank that left one out would wait for ever in the next.
         _initialize_megatron(sizes, timeout)
         pool = dist.get_process_group_ranks(
             parallel_state.get_data_parallel_group(with_context_parallel=True)

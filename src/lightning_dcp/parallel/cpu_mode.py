@@ -16,7 +16,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
-_INHERITED = object()
 
 
 class CudaNamesOnCpu(TorchFunctionMode):
@@ -45,63 +44,39 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
 class _NoStream:
     """Stands for a CUDA stream or event: the CPU runs everything in order already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+    wait_stream = wait_event = record = wait = synchronize = _nothing
 
     def record_event(self, event: Any = None) -> Any:
         return _NoStream() if event is None else event
 
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
     def query(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        pass
 
 
 class _NoForkTracker:
     """A random-state tracker for a run without dropout: there is no CUDA state to fork."""
 
+    reset = set_states = add = _nothing
+
     def is_initialized(self) -> bool:
         return True
-
-    def reset(self) -> None:
-        pass
 
     def get_states(self) -> dict[str, Any]:
         return {}
 
-    def set_states(self, states: dict[str, Any]) -> None:
-        pass
-
-    def add(self, name: str, seed: int) -> None:
-        pass
-
     @contextlib.contextmanager
     def fork(self, name: str = "") -> Iterator[None]:
         yield
-
-
-def _to_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor
-
-
-def _cpu_device(*args: Any) -> torch.device:
-    return _CPU
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -109,23 +84,19 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
     return [
-        (torch.cuda, "current_device", _cpu_device),
+        (torch.cuda, "current_device", lambda *args: _CPU),
         (torch.cuda, "synchronize", _nothing),
         (torch.cuda, "current_stream", _NoStream),
         (torch.cuda, "Stream", _NoStream),
         (torch.cuda, "Event", _NoStream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
-        (torch.Tensor, "cuda", _to_cpu),
+        (torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),
         (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (
             megatron_random,
@@ -138,29 +109,21 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
-class _CpuMode:
-    def __init__(self) -> None:
-        self._mode = CudaNamesOnCpu()
-        self._saved: list[tuple[Any, str, Any]] = []
-
-    def enter(self) -> None:
-        for owner, name, stand_in in _replacements():
-            # What was inherited is not put back, but laid bare again.
-            self._saved.append((owner, name, vars(owner).get(name, _INHERITED)))
-            setattr(owner, name, stand_in)
-        self._mode.__enter__()
-
-    def exit(self) -> None:
-        self._mode.__exit__(None, None, None)
-        while self._saved:
-            owner, name, original = self._saved.pop()
-            if original is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+def _enter() -> contextlib.ExitStack:
+    """Puts the stand-ins and the mode in place; closing what it gives takes them away again."""
+    undo = contextlib.ExitStack()
+    for owner, name, stand_in in _replacements():
+        # What was inherited is not put back, but laid bare again.
+        if name in vars(owner):
+            undo.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            undo.callback(delattr, owner, name)
+        setattr(owner, name, stand_in)
+    undo.enter_context(CudaNamesOnCpu())
+    return undo
 
 
-_active: _CpuMode | None = None
+_active: contextlib.ExitStack | None = None
 
 
 def cpu_mode_is_active() -> bool:
@@ -176,8 +139,7 @@ def enable_cpu_mode() -> bool:
     """
     global _active
     if _active is None and not torch.cuda.is_available():
-        _active = _CpuMode()
-        _active.enter()
+        _active = _enter()
     return _active is not None
 
 
@@ -185,5 +147,5 @@ def disable_cpu_mode() -> None:
     """Undoes :func:`enable_cpu_mode`; harmless when it is not in force."""
     global _active
     if _active is not None:
-        _active.exit()
+        _active.close()
         _active = None

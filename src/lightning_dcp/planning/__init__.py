@@ -16,11 +16,11 @@ from lightning_dcp.planning.cost.estimate import cost_model_of_run
 from lightning_dcp.planning.cost.model import CostModel, CostParts
 from lightning_dcp.planning.cost.presets import CPU, H100, H200, DevicePreset, preset_of
 from lightning_dcp.planning.draw import draw_plan
-from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
+from lightning_dcp.planning.plan import Group, Plan, PlanError, PlanReport, Step
 from lightning_dcp.planning.planners.megatron import has_megatron_scheduler
 from lightning_dcp.planning.planners.packs import Pack, complete, lay_out
-from lightning_dcp.planning.report import PlanReport, evaluate
-from lightning_dcp.planning.request import PlanSettings, Problem
+from lightning_dcp.planning.report import evaluate, group_times
+from lightning_dcp.planning.request import PlanRequest, PlanSettings
 
 __all__ = [
     "CPU",
@@ -40,9 +40,9 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanReport",
+    "PlanRequest",
     "PlanSettings",
     "Planner",
-    "Problem",
     "Step",
     "complete",
     "cost_model_from_json",
@@ -52,6 +52,7 @@ __all__ = [
     "evaluate",
     "execution_of",
     "fit_cost_model",
+    "group_times",
     "has_megatron_scheduler",
     "lay_out",
     "lower_bound",

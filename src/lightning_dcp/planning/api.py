@@ -12,20 +12,16 @@ from numpy.typing import NDArray
 from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.config.parallel import Execution
 from lightning_dcp.planning.cost.model import CostModel
+from lightning_dcp.planning.inputs import as_lengths, as_units
 from lightning_dcp.planning.plan import Plan, Step
 from lightning_dcp.planning.planners.balanced import plan_balanced
 from lightning_dcp.planning.planners.longest_sequence import plan_longest_sequence
 from lightning_dcp.planning.planners.megatron import plan_megatron
 from lightning_dcp.planning.planners.static import plan_static
-from lightning_dcp.planning.report import report
-from lightning_dcp.planning.request import (
-    PlanSettings,
-    Problem,
-    as_lengths,
-    as_units,
-)
+from lightning_dcp.planning.report import make_report
+from lightning_dcp.planning.request import PlanRequest, PlanSettings
 
-type Planner = Callable[[Problem], Sequence[Step]]
+type Planner = Callable[[PlanRequest], Sequence[Step]]
 
 PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
     {
@@ -61,7 +57,7 @@ def plan_global_batch(
         num_ranks: Size of the DPxCP pool, any number from 1 up.
         max_seqlen_per_dp_cp_rank: The most rows a rank may hold in a step, padding included.
         planner: ``"balanced"``, ``"static"``, ``"longest_sequence"`` or ``"megatron"``, or a
-            function from a :class:`Problem` to the steps.
+            function from a :class:`PlanRequest` to the steps.
         cost_model: Predicts the time of micro-batches; by default :class:`CostModel`.
         tp_size: Tensor-parallel size; padded lengths are multiples of it.
         context_parallel_size: The CP size of ``planner="static"``; by default the smallest that
@@ -125,30 +121,20 @@ def make_plan(
             "chooses CP sizes itself: leave it out, or use planner='static'"
         )
     lengths = as_lengths(lengths)
-    problem = Problem(
+    request = PlanRequest(lengths, settings, as_units(keep_together, len(lengths)))
+    steps = tuple(make_steps(request))
+    plan = Plan(
+        steps=request.samples_of(steps),
         lengths=lengths,
         num_ranks=settings.num_ranks,
-        cap=settings.max_seqlen_per_dp_cp_rank,
+        max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
         tp_size=settings.tp_size,
-        context_parallel_size=context_parallel_size,
-        cost_model=settings.cost_model,
-        execution=settings.execution,
-        padding=settings.padding,
-        units=as_units(keep_together, len(lengths)),
-    )
-    steps = tuple(make_steps(problem))
-    plan = Plan(
-        steps=problem.samples_of(steps),
-        lengths=lengths,
-        num_ranks=problem.num_ranks,
-        max_seqlen_per_dp_cp_rank=problem.cap,
-        tp_size=problem.tp_size,
         planner=name,
-        padding=problem.padding,
+        padding=settings.padding,
         keep_together=None if keep_together is None else tuple(map(int, keep_together)),
     )
     plan.validate()
-    return replace(plan, report=report(problem, steps))
+    return replace(plan, report=make_report(request, steps))
 
 
 def _resolve(planner: str | Planner) -> tuple[str, Planner]:
@@ -157,6 +143,6 @@ def _resolve(planner: str | Planner) -> tuple[str, Planner]:
     if planner not in PLANNERS:
         raise ValueError(
             f"planner={planner!r} is unknown; choose one of {', '.join(map(repr, PLANNERS))}, or "
-            "give a function from a planning Problem to steps"
+            "give a function from a PlanRequest to steps"
         )
     return planner, PLANNERS[planner]

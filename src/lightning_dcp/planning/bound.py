@@ -1,38 +1,28 @@
-"""A lower bound on the predicted time of any plan of a problem."""
+"""A lower bound on the predicted time of any plan of a request."""
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.planning.step_prices import StepPrices
-
-if TYPE_CHECKING:
-    from lightning_dcp.planning.request import Problem
+from lightning_dcp.planning.request import PlanRequest
 
 # The k of the shares; 0 stands for the share as it is.
 _ROUNDINGS = (0, 1, 2, 3)
 # Prices that are tried, each so much of the last.
 _NUM_PRICES, _PRICE_STEP = 24, 0.6875
-# Intervals of the time of the longest step.
-_NUM_INTERVALS = 24
-# Intervals whose bound is raised by charges for steps, which takes longer.
-_MOST_RAISED = 12
-# Samples, those that take the longest alone, whose groups are looked at.
-_NUM_LONGEST = 96
 # Steps that are bounded one by one, from the longest on.
 _NUM_LEADING = 64
 
 
-def lower_bound(problem: Problem) -> float:
-    """Seconds that no valid plan of the problem stays below, by its cost model.
+# Kept for the last request: the planner asks for it, and the report of its plan.
+@lru_cache(maxsize=1)
+def lower_bound(request: PlanRequest) -> float:
+    """Seconds that no valid plan of the request stays below, by its cost model.
 
     The largest of several bounds. A plan has ``K`` steps on ``N`` ranks; sample ``i`` has
     ``r_i(s)`` rows and adds ``t_i(s)`` on a group of ``s`` ranks; ``f(s) = f(1) + h(s)`` is the
@@ -81,103 +71,29 @@ def lower_bound(problem: Problem) -> float:
     than half the pool, or the whole pool and any group, share a rank.
 
     Args:
-        problem: The planning request.
+        request: The planning request.
     """
-    tables = _Tables.of(problem)
-    shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
-    num_steps, cost, share = _costs(problem, tables, shares)
-    bounds = [_priced(problem, tables, cost, num_steps)]
-    bounds += [_longest(problem, tables, num_steps), _exclusive(problem, tables)]
-    bounds.append(_layout(problem, tables, [*shares, share]))
-    if problem.execution == "lockstep":
-        bounds.append(_longest_step(problem, tables, num_steps))
-        bounds.append(_leading_steps(problem, tables, cost.min(axis=0), num_steps))
+    tables = _Tables.of(request)
+    shares = [_share(request.row_table, request.capacity_table, k) for k in _ROUNDINGS]
+    num_steps, cost, share = _costs(request, tables, shares)
+    bounds = [_priced(request, tables, cost, num_steps)]
+    bounds += [_longest(request, tables, num_steps), _exclusive(request, tables)]
+    bounds.append(_layout(request, tables, [*shares, share]))
+    if request.settings.execution == "lockstep":
+        bounds.append(_longest_step(request, tables, num_steps))
+        bounds.append(_leading_steps(request, tables, cost.min(axis=0), num_steps))
     # A sum of rounded numbers may end up above its exact value.
     return max(bounds) * (1.0 - 1e-10)
 
 
-def raised_bound(problem: Problem, seconds: float) -> float:
-    """:func:`lower_bound`, raised by looking at each time that the longest step may take.
-
-    In lockstep, with a plan of ``seconds`` at hand. The longest step of a quicker plan lasts a time
-    ``L`` from the largest ``alone_i`` to ``seconds``, and no sample is on a size where it alone
-    takes longer. Let ``low <= L <= high``. Some such interval holds, so that the least of their
-    bounds is one, unless ``seconds`` is less. Those of an interval:
-
-    1. Bound 1 of :func:`lower_bound`, with the minima over sizes with ``t_i(s) + f(s) <= high``.
-    2. Its bound 6 with the same minima, where the longest step lasts ``low`` at least. How many
-       steps the first samples need is counted by ranks too: one that shares no group of ``s`` ranks
-       with any other of them, by rows or by the time ``high - f(s)``, takes all ``s``. The sample
-       with the largest ``alone_i`` is in the longest step, or in another one that lasts as long. In
-       the longest, its group has ``high - f(s) - t_i(s)`` for other samples, which take no less
-       time for a row than the quickest does: the rows for which there is no time stay empty.
-    3. :class:`StepPrices`, where the others say least.
-
-    Args:
-        problem: The planning request.
-        seconds: Predicted time of a plan of it.
-    """
-    bound = problem.bound
-    tables = _Tables.of(problem)
-    longest = float(tables.alone.max())
-    if problem.execution != "lockstep" or not bound < seconds or not longest < seconds:
-        return bound
-    shares = [_share(problem.row_table, problem.room_table, k) for k in _ROUNDINGS]
-    num_steps, cost, _ = _costs(problem, tables, shares)
-    alone = problem.time_table + tables.fixed
-    grid = np.geomspace(longest, seconds, _NUM_INTERVALS + 1)
-    grid[0], grid[-1] = longest, seconds
-    prices = StepPrices(problem)
-
-    def least_work(high: float) -> NDArray[np.float64]:
-        least: NDArray[np.float64] = np.where(alone <= high, cost, np.inf).min(axis=0)
-        return least
-
-    def within(low: float, high: float) -> float:
-        return num_steps * problem.fixed[1] + _sum(least_work(high)) / problem.num_ranks
-
-    def leading(low: float, high: float) -> float:
-        work = least_work(high)
-        steps_of = _steps_of_longest(problem, tables, high)
-        waste = _waste(problem, tables, high)
-        # The longest step has the sample that takes the longest alone, or another one has.
-        return min(
-            _leading_steps(problem, tables, work, num_steps, (low, 0.0), steps_of, waste),
-            _leading_steps(problem, tables, work, num_steps, (low, longest), steps_of),
-        )
-
-    def priced(low: float, high: float) -> float:
-        return prices.bound(low, high, enough=seconds)
-
-    bounds = [(bound, low, high) for low, high in pairwise(grid.tolist())]
-    for most, raised in ((len(bounds), within), (len(bounds), leading), (_MOST_RAISED, priced)):
-        bounds = _raise_least(bounds, raised, seconds, most)
-    return max(bound, min(seconds, min(bounds)[0]) * (1.0 - 1e-10))
-
-
-def _raise_least(
-    bounds: list[tuple[float, float, float]],
-    raised: Callable[[float, float], float],
-    seconds: float,
-    most: int,
-) -> list[tuple[float, float, float]]:
-    """Bounds of intervals, of which the least ones were raised, each once and some at most."""
-    heap = sorted(bounds)
-    done: list[tuple[float, float, float]] = []
-    while heap and len(done) < most and heap[0][0] < min([seconds, *(item[0] for item in done)]):
-        least, low, high = heapq.heappop(heap)
-        done.append((max(least, raised(low, high)), low, high))
-    return heap + done
-
-
 def _costs(
-    problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]
+    request: PlanRequest, tables: _Tables, shares: list[NDArray[np.float64]]
 ) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
     """The least number of steps, ``w_i(s)``, and the shares in it."""
     ranks, _ = _mix(tables.fits, shares, tables.sizes)
-    num_steps = max(1, math.ceil(_sum(ranks.min(axis=0)) / problem.num_ranks - 1e-9))
+    num_steps = max(1, math.ceil(_sum(ranks.min(axis=0)) / request.num_ranks - 1e-9))
     hops = tables.sizes * (tables.fixed - tables.fixed[0])
-    cost, share = _mix(tables.fits, shares, hops, tables.sizes * problem.time_table)
+    cost, share = _mix(tables.fits, shares, hops, tables.sizes * request.time_table)
     return num_steps, cost, share
 
 
@@ -204,18 +120,18 @@ class _Tables:
     space: NDArray[np.float64]
 
     @classmethod
-    def of(cls, problem: Problem) -> _Tables:
-        sizes = np.array(problem.sizes, dtype=np.float64)[:, None]
-        fixed = np.array([problem.fixed[s] for s in problem.sizes])[:, None]
-        fits = problem.row_table <= problem.room_table
+    def of(cls, request: PlanRequest) -> _Tables:
+        sizes = np.array(request.cp_sizes, dtype=np.float64)[:, None]
+        fixed = np.array([request.fixed[s] for s in request.cp_sizes])[:, None]
+        fits = request.row_table <= request.capacity_table
         return cls(
             sizes=sizes,
             fixed=fixed,
             fits=fits,
-            smallest=np.array(problem.sizes)[fits.argmax(axis=0)],
-            alone=_least(fits, problem.time_table + fixed),
-            work=_least(fits, sizes * problem.time_table),
-            space=_least(fits, sizes * problem.row_table),
+            smallest=np.array(request.cp_sizes)[fits.argmax(axis=0)],
+            alone=_least(fits, request.time_table + fixed),
+            work=_least(fits, sizes * request.time_table),
+            space=_least(fits, sizes * request.row_table),
         )
 
 
@@ -224,12 +140,12 @@ def _least(fits: NDArray[np.bool_], table: NDArray[np.float64]) -> NDArray[np.fl
     return least
 
 
-def _share(rows: NDArray[np.int64], room: NDArray[np.int64], k: int) -> NDArray[np.float64]:
-    share: NDArray[np.float64] = rows / room
+def _share(rows: NDArray[np.int64], capacity: NDArray[np.int64], k: int) -> NDArray[np.float64]:
+    share: NDArray[np.float64] = rows / capacity
     if k == 0:
         return share
     # In integers: a share rounded up by mistake would break the proof.
-    whole, rest = np.divmod((k + 1) * rows, room)
+    whole, rest = np.divmod((k + 1) * rows, capacity)
     return np.where(rest == 0, share, whole / k)
 
 
@@ -255,75 +171,79 @@ def _mix(
     return mixed, chosen
 
 
-def _priced(problem: Problem, tables: _Tables, cost: NDArray[np.float64], num_steps: int) -> float:
-    sizes, ranks = tables.sizes, problem.num_ranks * num_steps
+def _priced(
+    request: PlanRequest, tables: _Tables, cost: NDArray[np.float64], num_steps: int
+) -> float:
+    sizes, ranks = tables.sizes, request.num_ranks * num_steps
     best = _sum(cost.min(axis=0))
     if sizes[cost.argmin(axis=0), 0].sum() < ranks:
         # The cheapest sizes would leave ranks empty: find a good price of a rank.
         top = float(np.where(np.isfinite(cost), cost, 0.0).max())
         for price in (top * _PRICE_STEP**k for k in range(_NUM_PRICES)):
             best = max(best, _sum((cost - price * sizes).min(axis=0)) + price * ranks)
-    return num_steps * problem.fixed[1] + best / problem.num_ranks
+    return num_steps * request.fixed[1] + best / request.num_ranks
 
 
-def _longest(problem: Problem, tables: _Tables, num_steps: int) -> float:
-    least = float(_least(tables.fits, problem.time_table).min())
-    return float(tables.alone.max()) + (num_steps - 1) * (problem.fixed[1] + least)
+def _longest(request: PlanRequest, tables: _Tables, num_steps: int) -> float:
+    least = float(_least(tables.fits, request.time_table).min())
+    return float(tables.alone.max()) + (num_steps - 1) * (request.fixed[1] + least)
 
 
-def _exclusive(problem: Problem, tables: _Tables) -> float:
-    large = 2 * tables.sizes[:, 0] > problem.num_ranks
-    alone = 2 * tables.smallest > problem.num_ranks
+def _exclusive(request: PlanRequest, tables: _Tables) -> float:
+    large = 2 * tables.sizes[:, 0] > request.num_ranks
+    alone = 2 * tables.smallest > request.num_ranks
     if not alone.any():
         return 0.0
     fits = tables.fits[large][:, alone]
-    times = _least(fits, problem.time_table[large][:, alone])
-    rows = _least(fits, problem.row_table[large][:, alone].astype(np.float64))
+    times = _least(fits, request.time_table[large][:, alone])
+    rows = _least(fits, request.row_table[large][:, alone].astype(np.float64))
     fixed = float(tables.fixed[large].min())
-    return _sum(times) + math.ceil(_sum(rows) / problem.rooms[problem.num_ranks] - 1e-9) * fixed
+    return _sum(times) + math.ceil(_sum(rows) / request.capacity[request.num_ranks] - 1e-9) * fixed
 
 
-def _layout(problem: Problem, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
-    num_ranks = problem.num_ranks
+def _layout(request: PlanRequest, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
+    num_ranks = request.num_ranks
     if num_ranks & (num_ranks - 1) == 0:
         return 0.0
     fits, sizes = tables.fits[:-1], tables.sizes[:-1]
-    parts = [int((tables.smallest < m).sum()) for m in problem.sizes[1:-1] if num_ranks % m]
+    parts = [int((tables.smallest < m).sum()) for m in request.cp_sizes[1:-1] if num_ranks % m]
     num_parts = min(parts, default=0)
     if num_parts == 0:
         num_steps = max(math.ceil(_sum(share[-1]) - 1e-9) for share in shares)
-        return _sum(problem.time_table[-1]) + num_steps * problem.fixed[num_ranks]
-    space = _least(fits, sizes * problem.row_table[:-1])
+        return _sum(request.time_table[-1]) + num_steps * request.fixed[num_ranks]
+    space = _least(fits, sizes * request.row_table[:-1])
     best = 0.0
     for share in shares:
-        cost = problem.time_table + share * tables.fixed
+        cost = request.time_table + share * tables.fixed
         in_part, whole = _least(fits, sizes * cost[:-1]), cost[-1]
-        for c in problem.sizes[1:-1]:
+        for c in request.cp_sizes[1:-1]:
             usable = num_ranks - num_ranks % c
             big = tables.smallest >= c
             saved = np.where(np.isfinite(in_part), whole - in_part / usable, 0.0)[big]
-            most = _most(saved, space[big], num_parts * usable * problem.rooms[1])
+            most = _most(saved, space[big], num_parts * usable * request.capacity[1])
             best = max(best, _sum(whole[big]) - most)
     return best
 
 
-def _longest_step(problem: Problem, tables: _Tables, num_steps: int) -> float:
+def _longest_step(request: PlanRequest, tables: _Tables, num_steps: int) -> float:
     sample = int(tables.alone.argmax())
     work = tables.work.copy()
     work[sample] = 0.0
     total = _sum(work)
     bounds = []
-    for k, size in enumerate(problem.sizes):
+    for k, size in enumerate(request.cp_sizes):
         if tables.fits[k, sample]:
-            space = problem.num_ranks * problem.rooms[1] - size * int(problem.row_table[k, sample])
-            rest = (total - _most(work, tables.space, space)) / problem.num_ranks
-            alone = float(problem.time_table[k, sample]) + problem.fixed[size]
-            bounds.append(alone + rest + (num_steps - 1) * problem.fixed[1])
+            space = request.num_ranks * request.capacity[1] - size * int(
+                request.row_table[k, sample]
+            )
+            rest = (total - _most(work, tables.space, space)) / request.num_ranks
+            alone = float(request.time_table[k, sample]) + request.fixed[size]
+            bounds.append(alone + rest + (num_steps - 1) * request.fixed[1])
     return min(bounds)
 
 
 def _leading_steps(
-    problem: Problem,
+    request: PlanRequest,
     tables: _Tables,
     work: NDArray[np.float64],
     num_steps: int,
@@ -332,7 +252,7 @@ def _leading_steps(
     waste: float = 0.0,
 ) -> float:
     # More steps than rows are as good as any number.
-    space = float(problem.num_ranks * min(problem.rooms[1], 2**50))
+    space = float(request.num_ranks * min(request.capacity[1], 2**50))
     longest = np.argsort(-tables.alone, kind="stable")
     filled = np.cumsum(tables.space[longest]) + waste
     given = sum(seconds > 0.0 for seconds in longest_steps)
@@ -352,54 +272,9 @@ def _leading_steps(
     held = np.interp(
         (steps + 1) * space - waste, np.cumsum(tables.space[dense]), np.cumsum(work[dense])
     )
-    rest = np.maximum(0.0, _sum(work) - held) / problem.num_ranks
-    bounds = np.cumsum(lead) + rest + (num_steps - 1 - steps) * problem.fixed[1]
+    rest = np.maximum(0.0, _sum(work) - held) / request.num_ranks
+    bounds = np.cumsum(lead) + rest + (num_steps - 1 - steps) * request.fixed[1]
     return float(bounds.max())
-
-
-def _steps_of_longest(problem: Problem, tables: _Tables, high: float) -> NDArray[np.int64]:
-    """Of the samples that take the longest alone, how many steps the first 1, 2, ... need.
-
-    No step lasts longer than ``high``. A sample that shares no group of ``s`` ranks with any other
-    of them, since the rows are too many or the time is too long, takes all ``s``; others take
-    ``s * r_i(s) / C``. Every group then takes ``s`` at most.
-    """
-    longest = np.argsort(-tables.alone, kind="stable")[:_NUM_LONGEST]
-    rows, times = problem.row_table[:, longest], problem.time_table[:, longest]
-    fits = tables.fits[:, longest] & (times + tables.fixed <= high)
-    # The fewest rows and the least time of the first 1, 2, ...; [num_sizes, num_first].
-    none = np.iinfo(np.int64).max // 2
-    fewest = np.minimum.accumulate(np.where(fits, rows, none), axis=1)
-    least = np.minimum.accumulate(np.where(fits, times, np.inf), axis=1)
-    # [num_sizes, num_first, num]
-    alone = rows[:, None, :] + fewest[:, :, None] > problem.room_table[:, :, None]
-    alone |= (
-        times[:, None, :] + least[:, :, None] > ((high - tables.fixed) * (1 + 1e-9))[:, :, None]
-    )
-    taken = np.where(alone, 1.0, (rows / problem.room_table)[:, None, :]) * tables.sizes[:, :, None]
-    taken = np.where(fits[:, None, :], taken, np.inf).min(axis=0)
-    ranks = np.tril(taken).sum(axis=1)
-    steps = np.ceil(ranks / problem.num_ranks * (1 - 1e-9)).astype(np.int64)
-    found: NDArray[np.int64] = np.maximum.accumulate(steps)
-    return found
-
-
-def _waste(problem: Problem, tables: _Tables, high: float) -> float:
-    """Rows of all ranks that stay empty in a step of ``high`` seconds with the longest sample.
-
-    The others in its group have the time that it leaves, and take no less time for a row than the
-    quickest of all samples does.
-    """
-    sample = int(tables.alone.argmax())
-    rows, times = problem.row_table, problem.time_table
-    quickest = np.where(tables.fits, times / rows, np.inf).min(axis=1)
-    sizes, fixed, room = tables.sizes[:, 0], tables.fixed[:, 0], problem.room_table[:, 0]
-    left = (high - fixed) * (1 + 1e-9) - times[:, sample]
-    can = tables.fits[:, sample] & (left >= 0.0) & (quickest > 0.0)
-    if not can.any() or (tables.fits[:, sample] & (left >= 0.0) & ~can).any():
-        return 0.0
-    empty = (room - rows[:, sample])[can] - left[can] / quickest[can]
-    return float((sizes[can] * np.maximum(empty, 0.0)).min())
 
 
 def _sum(values: NDArray[np.float64]) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dcp.config.parallel import Execution
 from lightning_dcp.planning.cost.model import CostModel
 from lightning_dcp.planning.plan import Plan
+from lightning_dcp.planning.report import group_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,7 +113,7 @@ def _draw_boxes(axes: Axes, plan: Plan, cost_model: CostModel, execution: Execut
 
     ready = [0.0] * plan.num_ranks
     patches, colors = [], []
-    for step, times in zip(plan.steps, cost_model.group_times(plan), strict=True):
+    for step, times in zip(plan.steps, group_times(plan, cost_model), strict=True):
         if execution == "lockstep":
             ready = [max(ready)] * plan.num_ranks
         for group, seconds in zip(step.groups, times, strict=True):

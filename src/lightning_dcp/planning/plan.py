@@ -6,12 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from lightning_dcp.config.padding import TIGHT, PackPadding
-
-if TYPE_CHECKING:
-    from lightning_dcp.planning.report import PlanReport
+from lightning_dcp.config.parallel import Execution
 
 
 class PlanError(ValueError):
@@ -58,6 +55,40 @@ class Step:
             if rank in group.ranks:
                 return group
         raise ValueError(f"no group of this step holds rank {rank}: {_describe(self.groups)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """What a cost model predicts of a plan.
+
+    The shares are of the time of all ranks, ``num_ranks * predicted_seconds``.
+
+    Attributes:
+        predicted_seconds: Forward and backward passes of the global batch.
+        bound_seconds: No plan of the same request is predicted to take less
+            (:func:`~lightning_dcp.planning.bound.lower_bound`).
+        tokens_per_second: Tokens of the global batch, without padding, over the predicted time.
+        idle_share: Ranks that wait for others.
+        padding_share: Linear work of padded rows.
+        communication_share: Exchange of keys and values that attention does not hide, and its
+            latency.
+        peak_activation_bytes: Activations of the micro-batch with the most rows, on each rank.
+        execution: Who waits for whom.
+    """
+
+    predicted_seconds: float
+    bound_seconds: float
+    tokens_per_second: float
+    idle_share: float
+    padding_share: float
+    communication_share: float
+    peak_activation_bytes: float
+    execution: Execution
+
+    @property
+    def quality(self) -> float:
+        """The bound over the predicted time: 1 is a plan that cannot be better."""
+        return self.bound_seconds / self.predicted_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +150,13 @@ class Plan:
             ValueError: They are more than ``padding.pad_to_length``.
         """
         align = self.padding.sequence_alignment(group.size, self.tp_size)
-        # rows_per_rank of each, written out: validate() asks for every group.
+        # rows_per_rank of each, written out, for speed: validate() asks for every group.
         chunks = sum([-(-self.lengths[sample] // align) for sample in group.sample_ids])
         return self.padding.pack_rows(chunks * (align // group.size), group.size, self.tp_size)
+
+    def most_rows(self, step: Step) -> int:
+        """The most rows that any rank holds in a step, padding included."""
+        return max(map(self.rows, step.groups))
 
     def cp_sizes(self) -> dict[int, int]:
         """The number of groups (micro-batches) of each CP size, in ascending order of size."""

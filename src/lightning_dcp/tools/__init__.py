@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,11 +21,8 @@ class Command:
     summary: str
 
     def run(self, args: Sequence[str]) -> None:
-        """Runs the command; what the user got wrong ends it with a message and no traceback."""
-        try:
-            import_module(f"{__name__}.{self.name}.command").main(list(args))
-        except (ValueError, ImportError) as error:
-            sys.exit(f"lightning-dcp {self.name}: error: {error}")
+        """Runs the command."""
+        import_module(f"{__name__}.{self.name}.command").main(list(args))
 
 
 COMMANDS = MappingProxyType(

@@ -199,6 +199,8 @@ class _AllGatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        # Every rank of the group comes by here once a layer, in the order of the layers: each has
+        # rows in every pack, and `_chunks` lets each of them attend to something.
         (grad,) = grad_outputs
         own = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
         dist.reduce_scatter_single(own, grad.contiguous(), group=ctx.group)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.config.model_sizes import ModelSizes
-from lightning_dcp.config.padding import TIGHT, PackPadding
+from lightning_dcp.config.padding import TIGHT, PackPadding, rows_per_rank
 from lightning_dcp.planning.cost.presets import DevicePreset
-
-if TYPE_CHECKING:
-    from lightning_dcp.planning.plan import Group, Plan
 
 _BYTES = 2  # of a bfloat16
 
@@ -207,10 +204,8 @@ class CostModel:
             tp_size: Tensor-parallel size, for the padding.
             padding: How sequences are padded; the rows that fill up packs are no sample's.
         """
-        # lightning_dcp.config.padding.rows_per_rank of all samples and sizes at once.
-        aligns = np.array([padding.sequence_alignment(size, tp_size) for size in sizes])[:, None]
+        rows = np.stack([rows_per_rank(lengths, size, tp_size, padding) for size in sizes])
         size = np.array(sizes, dtype=np.int64)[:, None]
-        rows = -(-lengths[None, :] // aligns) * (aligns // size)
         r = rows.astype(np.float64)
         attention = self.seconds_per_pair * size * r * (r + self.thin_rows)
         per_row = [self._kv_seconds_per_row(s) * (s - 1) for s in sizes]
@@ -260,26 +255,6 @@ class CostModel:
         if self.activation_bytes_per_row == 0:
             raise ValueError("activation_bytes_per_row=0: this cost model says nothing of memory")
         return max(0, int(memory_bytes // self.activation_bytes_per_row))
-
-    def step_times(self, plan: Plan) -> list[float]:
-        """Seconds of each step of ``plan`` in lockstep: those of its slowest group."""
-        return [max(times) for times in self.group_times(plan)]
-
-    def group_times(self, plan: Plan) -> list[list[float]]:
-        """Seconds of each group of each step of ``plan``, the rows that fill up packs included."""
-        lengths = np.asarray(plan.lengths, dtype=np.int64)
-        times: dict[int, list[float]] = {}
-        rows: dict[int, list[int]] = {}
-        for size in plan.cp_sizes():
-            parts = self.parts(lengths, (size,), plan.tp_size, plan.padding)
-            times[size], rows[size] = parts.total[0].tolist(), parts.rows[0].tolist()
-
-        def seconds(group: Group) -> float:
-            own = sum(times[group.size][i] for i in group.sample_ids)
-            tail = plan.rows(group) - sum(rows[group.size][i] for i in group.sample_ids)
-            return self.fixed_time(group.size) + own + self.seconds_per_row * tail
-
-        return [[seconds(group) for group in step.groups] for step in plan.steps]
 
     def _kv_seconds_per_row(self, size: int) -> float:
         within = size <= self.ranks_per_node

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-
-import numpy as np
+from collections.abc import Iterator
 
 from lightning_dcp.planning.plan import Step
-from lightning_dcp.planning.planners.packs import Pack, lay_out, spread_out
-from lightning_dcp.planning.report import predicted_time
-from lightning_dcp.planning.request import Problem, total_time
+from lightning_dcp.planning.planners.packs import Pack, lay_out, makespan, spread_out
+from lightning_dcp.planning.request import PlanRequest
 
 
-def plan_longest_sequence(problem: Problem) -> list[Step]:
+def plan_longest_sequence(request: PlanRequest) -> list[Step]:
     """Plans with the smallest CP size that holds the longest sequence of each micro-batch.
 
     The longest sample that is left opens a micro-batch on the smallest power of two of ranks that
@@ -22,56 +20,37 @@ def plan_longest_sequence(problem: Problem) -> list[Step]:
     free, its slowest micro-batches are split or spread over them.
 
     Args:
-        problem: The planning request.
+        request: The planning request.
 
     Returns:
         The steps.
     """
-    return _steps(problem, _first_fit(problem, _micro_batches(problem)))
+    steps = _first_fit(request, _micro_batches(request))
+    return [lay_out(packs) for some in steps for packs in spread_out(request, some)]
 
 
-def plan_longest_sequence_below(problem: Problem, time: float) -> tuple[list[Step], float] | None:
-    """:func:`plan_longest_sequence` and its time; ``None`` if it takes ``time`` seconds or more."""
-    steps = _first_fit(problem, _micro_batches(problem))
-    if problem.execution != "lockstep":
-        laid_out = _steps(problem, steps)
-        predicted = predicted_time(problem, laid_out)
-        return (laid_out, predicted) if predicted < time else None
-    full = [packs for packs in steps if _num_ranks(packs) == problem.num_ranks]
-    rest = [packs for packs in steps if _num_ranks(packs) < problem.num_ranks]
-    seconds = _slowest(problem, full)
-    fixed = np.array([problem.fixed[size] for size in problem.sizes])[:, None]
-    fastest = (problem.time_table + fixed).min(axis=0)
-    # However the packs are spread over the ranks that they leave free.
-    least = [max([float(fastest[pack.sample_ids[0]]) for pack in packs]) for packs in rest]
-    if math.fsum(seconds + least) >= time:
-        return None
-    spread = [some for packs in rest for some in spread_out(problem, packs)]
-    predicted = math.fsum(seconds + _slowest(problem, spread))
-    if predicted >= time:
-        return None
-    return [lay_out(packs) for packs in [*full, *spread]], predicted
+def longest_sequence_packs_below(
+    request: PlanRequest, seconds: float
+) -> Iterator[list[list[Pack]]]:
+    """The packs of :func:`plan_longest_sequence` if they may take less than ``seconds``."""
+    steps = _first_fit(request, _micro_batches(request))
+    if request.settings.execution == "lockstep":
+        full = [packs for packs in steps if sum([p.size for p in packs]) == request.num_ranks]
+        rest = [packs for packs in steps if sum([p.size for p in packs]) < request.num_ranks]
+        fastest = (request.time_table + request.fixed_table).min(axis=0)
+        # However the packs of the rest are spread over the ranks that they leave free.
+        least = [max([float(fastest[p.sample_ids[0]]) for p in packs]) for packs in rest]
+        may_be_quicker = makespan(request, full) + math.fsum(least) < seconds
+    if request.settings.execution != "lockstep" or may_be_quicker:
+        yield [packs for some in steps for packs in spread_out(request, some)]
 
 
-def _num_ranks(packs: list[Pack]) -> int:
-    return sum([pack.size for pack in packs])
-
-
-def _slowest(problem: Problem, steps: list[list[Pack]]) -> list[float]:
-    """Seconds of each step, those of its slowest pack."""
-    return [max([total_time(problem, p.sample_ids, p.size) for p in packs]) for packs in steps]
-
-
-def _steps(problem: Problem, packs: list[list[Pack]]) -> list[Step]:
-    return [lay_out(step) for some in packs for step in spread_out(problem, some)]
-
-
-def _micro_batches(problem: Problem) -> list[Pack]:
-    order = problem.order
+def _micro_batches(request: PlanRequest) -> list[Pack]:
+    order = request.longest_first
     # Rows in the order of the samples, negated so that they ascend.
-    table = -problem.row_table[:, order]
-    used = set(problem.min_sizes)
-    negated = {s: table[k].tolist() for k, s in enumerate(problem.sizes) if s in used}
+    table = -request.row_table[:, order]
+    used = set(request.min_cp_sizes)
+    negated = {s: table[k].tolist() for k, s in enumerate(request.cp_sizes) if s in used}
     # The next position that is left, from each on; halved paths make a look-up near constant.
     following = list(range(len(order) + 1))
 
@@ -79,15 +58,15 @@ def _micro_batches(problem: Problem) -> list[Pack]:
     first, end = 0, len(order)
     while first < end:
         position = first
-        size = problem.min_sizes[order[position]]
-        rows, room, samples = negated[size], problem.rooms[size], []
+        size = request.min_cp_sizes[order[position]]
+        rows, slack, samples = negated[size], request.capacity[size], []
         while position < end:
             # Rows ascend with the tokens of single samples, but not always with those of units.
-            if room + rows[position] >= 0:
+            if slack + rows[position] >= 0:
                 samples.append(order[position])
-                room += rows[position]
+                slack += rows[position]
                 following[position] = position + 1
-            position = bisect_left(rows, -room, lo=position + 1)
+            position = bisect_left(rows, -slack, lo=position + 1)
             while following[position] != position:
                 following[position] = following[following[position]]
                 position = following[position]
@@ -97,11 +76,11 @@ def _micro_batches(problem: Problem) -> list[Pack]:
     return packs
 
 
-def _first_fit(problem: Problem, packs: list[Pack]) -> list[list[Pack]]:
+def _first_fit(request: PlanRequest, packs: list[Pack]) -> list[list[Pack]]:
     steps: list[list[Pack]] = []
     free: list[int] = []
     # Ranks are only ever taken: no step before the last one that took a size takes it later.
-    first = dict.fromkeys(problem.sizes, 0)
+    first = dict.fromkeys(request.cp_sizes, 0)
     for pack in packs:
         index = first[pack.size]
         while index < len(free) and free[index] < pack.size:
@@ -109,7 +88,7 @@ def _first_fit(problem: Problem, packs: list[Pack]) -> list[list[Pack]]:
         first[pack.size] = index
         if index == len(steps):
             steps.append([])
-            free.append(problem.num_ranks)
+            free.append(request.num_ranks)
         steps[index].append(pack)
         free[index] -= pack.size
     return steps

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -13,8 +14,7 @@ from typing import Any
 
 from lightning_dcp.config.padding import padded_length
 from lightning_dcp.planning.plan import Group, Plan, PlanError, Step
-from lightning_dcp.planning.report import predicted_time
-from lightning_dcp.planning.request import Problem
+from lightning_dcp.planning.request import PlanRequest
 
 # Where the development branch keeps the scheduler. Looked up by name when it is asked for: the
 # import pulls in torch, which planning does without.
@@ -25,7 +25,7 @@ _CLASS = "DefaultDynamicCPScheduler"
 _QUICK = 2**13
 
 
-def plan_megatron(problem: Problem) -> list[Step]:
+def plan_megatron(request: PlanRequest) -> list[Step]:
     """Plans with ``DefaultDynamicCPScheduler`` of Megatron-Core.
 
     Its cap knows nothing of padding. It gets each length padded for the smallest group that holds
@@ -33,7 +33,7 @@ def plan_megatron(problem: Problem) -> list[Step]:
     pool, as they would be for static CP.
 
     Args:
-        problem: The planning request.
+        request: The planning request.
 
     Returns:
         The steps.
@@ -43,7 +43,7 @@ def plan_megatron(problem: Problem) -> list[Step]:
         NotImplementedError: Samples must be kept together.
         PlanError: The scheduler failed, or returned a plan that cannot run.
     """
-    if problem.units is not None:
+    if request.units is not None:
         raise NotImplementedError(
             f"planner='megatron' with keep_together: {_CLASS} takes samples one by one. Use "
             "planner='balanced', or leave keep_together out"
@@ -54,38 +54,27 @@ def plan_megatron(problem: Problem) -> list[Step]:
             f"planner='megatron' needs a Megatron-Core build with {_CLASS} (its dev branch); the "
             "installed build has none. Use planner='balanced'"
         )
-    tp_size, num_ranks, padding = problem.tp_size, problem.num_ranks, problem.padding
-    smallest = [
-        padded_length(length, size, tp_size, padding)
-        for length, size in zip(problem.lengths, problem.min_sizes, strict=True)
-    ]
+
+    def padded(cp_sizes: Sequence[int]) -> list[int]:
+        tp_size, padding = request.settings.tp_size, request.settings.padding
+        both = zip(request.lengths, cp_sizes, strict=True)
+        return [padded_length(length, size, tp_size, padding) for length, size in both]
+
+    smallest = padded(request.min_cp_sizes)
     try:
-        return _ask(problem, scheduler, smallest)
+        return _ask(request, scheduler, smallest)
     except PlanError:
-        widest = [padded_length(length, num_ranks, tp_size, padding) for length in problem.lengths]
+        widest = padded([request.num_ranks] * len(request.lengths))
         if widest == smallest:
             raise
-        return _ask(problem, scheduler, widest)
+        return _ask(request, scheduler, widest)
 
 
-def plan_megatron_below(problem: Problem, time: float) -> tuple[list[Step], float] | None:
-    """:func:`plan_megatron` and its time, where it answers soon and is quicker than ``time``.
-
-    Args:
-        problem: The planning request.
-        time: Predicted seconds to stay below.
-
-    Returns:
-        ``None`` as well where the scheduler is not there, slow or fails.
-    """
-    if problem.units is not None or len(problem.lengths) * problem.num_ranks > _QUICK:
-        return None
-    try:
-        steps = plan_megatron(problem)
-    except (ImportError, PlanError):
-        return None
-    predicted = predicted_time(problem, steps)
-    return (steps, predicted) if predicted < time else None
+def plan_megatron_if_quick(request: PlanRequest) -> Iterator[list[Step]]:
+    """:func:`plan_megatron`, once where the scheduler is there, quick and does not fail."""
+    if request.units is None and len(request.lengths) * request.num_ranks <= _QUICK:
+        with suppress(ImportError, PlanError):
+            yield plan_megatron(request)
 
 
 def has_megatron_scheduler() -> bool:
@@ -118,30 +107,31 @@ def _is_in_source() -> bool:
     return any(f"class {_CLASS}" in path.read_text() for path in paths if path.is_file())
 
 
-def _ask(problem: Problem, scheduler: Any, lengths: list[int]) -> list[Step]:
+def _ask(request: PlanRequest, scheduler: Any, lengths: list[int]) -> list[Step]:
+    settings = request.settings
     asked = (
         f"planner='megatron': {_CLASS} of Megatron-Core, asked for {len(lengths)} samples of up "
-        f"to {max(lengths)} tokens (padded) on {problem.num_ranks} DPxCP ranks with "
-        f"max_seqlen_per_dp_cp_rank={problem.cap},"
+        f"to {max(lengths)} tokens (padded) on {request.num_ranks} DPxCP ranks with "
+        f"max_seqlen_per_dp_cp_rank={settings.max_seqlen_per_dp_cp_rank},"
     )
     try:
         # It reads the two sizes only as their product, the pool.
         answer = scheduler(
-            max_seqlen_per_dp_cp_rank=problem.rooms[problem.num_ranks],
-            cp_size=problem.num_ranks,
+            max_seqlen_per_dp_cp_rank=request.capacity[request.num_ranks],
+            cp_size=request.num_ranks,
             dp_size=1,
             microbatch_group_size_per_vp_stage=None,
         ).get_groups_and_subsamples(list(enumerate(lengths)))
-        steps = [_step(problem.num_ranks, ranks) for ranks in answer]
+        steps = [_step(request.num_ranks, ranks) for ranks in answer]
     except Exception as error:
         # Foreign code that fails by assertions, index errors and others on inputs it is not for.
         raise PlanError(
             f"{asked} failed: {type(error).__name__}: {error}. Use planner='balanced'"
         ) from error
     try:
-        Plan(steps=tuple(steps), lengths=problem.lengths, num_ranks=problem.num_ranks,
-             max_seqlen_per_dp_cp_rank=problem.cap, tp_size=problem.tp_size,
-             planner="megatron", padding=problem.padding).validate()  # fmt: skip
+        Plan(steps=tuple(steps), lengths=request.lengths, num_ranks=request.num_ranks,
+             max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
+             tp_size=settings.tp_size, padding=settings.padding).validate()  # fmt: skip
     except PlanError as error:
         raise PlanError(
             f"{asked} returned a plan that cannot run: {error}. Use planner='balanced'"

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from lightning_dcp.planning.plan import Group, Step
-from lightning_dcp.planning.request import Problem, total_time
+from lightning_dcp.planning.request import PlanRequest
 
 
 class Pack(NamedTuple):
@@ -38,7 +38,12 @@ def lay_out(packs: Iterable[Pack]) -> Step:
     return Step(tuple(groups))
 
 
-def complete(problem: Problem, packs: Iterable[Pack]) -> list[Pack] | None:
+def makespan(request: PlanRequest, steps: Iterable[Iterable[Pack]]) -> float:
+    """Seconds of the steps in lockstep: each lasts as long as its slowest pack."""
+    return math.fsum(max([request.seconds(p.sample_ids, p.size) for p in step]) for step in steps)
+
+
+def complete(request: PlanRequest, packs: Iterable[Pack]) -> list[Pack] | None:
     """Spreads packs that take fewer ranks than the pool has over all of it.
 
     As long as ranks are free, the slowest pack that can use some is split in two, or, if it is a
@@ -46,48 +51,48 @@ def complete(problem: Problem, packs: Iterable[Pack]) -> list[Pack] | None:
     to the single samples that take the least time on twice as many: hops make them slower there.
 
     Args:
-        problem: The planning request.
+        request: The planning request.
         packs: Power-of-two packs that take the pool or less, or one pack that takes it.
 
     Returns:
         Packs with the same samples whose sizes add up to the pool; ``None`` if this way leaves
         ranks over, as two single samples on a pool of 7 must.
     """
-    heap = [_by_time(problem, pack) for pack in packs]
+    heap = [_by_time(request, pack) for pack in packs]
     heapq.heapify(heap)
-    free = problem.num_ranks - sum(pack.size for *_, pack in heap)
+    free = request.num_ranks - sum(pack.size for *_, pack in heap)
     done = []
     while free and heap:
         *_, pack = heapq.heappop(heap)
-        parts = _split(problem, pack, free) or _sped_up(problem, pack, free)
+        parts = _split(request, pack, free) or _sped_up(request, pack, free)
         if parts is None:
             # Fewer ranks are free from here on: what cannot use them now never can.
             done.append(pack)
             continue
         free += pack.size - sum(part.size for part in parts)
         for part in parts:
-            heapq.heappush(heap, _by_time(problem, part))
+            heapq.heappush(heap, _by_time(request, part))
     done += [pack for *_, pack in heap]
-    return _double(problem, done, free) if free else done
+    return _double(request, done, free) if free else done
 
 
-def whole_pool_packs(problem: Problem, sample_ids: Iterable[int]) -> list[Pack]:
+def whole_pool_packs(request: PlanRequest, sample_ids: Iterable[int]) -> list[Pack]:
     """Packs on the whole pool, one a step, that hold the samples.
 
-    Always possible, since every sample of a problem fits the whole pool.
+    Always possible, since every sample of a request fits the whole pool.
     """
-    longest_first = sorted(sample_ids, key=lambda i: (-problem.lengths[i], i))
-    bins = best_fit(problem, problem.num_ranks, longest_first)
-    return [Pack(problem.num_ranks, tuple(samples)) for samples in bins]
+    longest_first = sorted(sample_ids, key=lambda i: (-request.lengths[i], i))
+    bins = best_fit(request, request.num_ranks, longest_first)
+    return [Pack(request.num_ranks, tuple(samples)) for samples in bins]
 
 
 def best_fit(
-    problem: Problem, size: int, sample_ids: Iterable[int], most: float = math.inf
+    request: PlanRequest, size: int, sample_ids: Iterable[int], most: float = math.inf
 ) -> list[list[int]]:
-    """Samples in micro-batches under the cap, each to the one with the least room that holds it.
+    """Samples in micro-batches under the cap, each to the one with the least slack that holds it.
 
     Args:
-        problem: The planning request.
+        request: The planning request.
         size: CP size of the micro-batches; every sample fits it.
         sample_ids: The samples, in the order in which they are put; longest first packs best.
         most: Micro-batches to make at most; samples that none of them holds are left out.
@@ -95,37 +100,37 @@ def best_fit(
     Returns:
         The sample ids of each micro-batch.
     """
-    rows = problem.rows[size]
+    rows = request.rows[size]
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []
+    slacks: list[tuple[int, int]] = []
     for sample in sample_ids:
-        position = bisect_left(rooms, (rows[sample], -1))
-        if position == len(rooms):
+        position = bisect_left(slacks, (rows[sample], -1))
+        if position == len(slacks):
             if len(bins) >= most:
                 continue
             bins.append([sample])
-            insort(rooms, (problem.rooms[size] - rows[sample], len(bins) - 1))
+            insort(slacks, (request.capacity[size] - rows[sample], len(bins) - 1))
         else:
-            room, index = rooms.pop(position)
+            slack, index = slacks.pop(position)
             bins[index].append(sample)
-            insort(rooms, (room - rows[sample], index))
+            insort(slacks, (slack - rows[sample], index))
     return bins
 
 
-def lay_out_on_earliest_ranks(problem: Problem, steps: Iterable[Sequence[Pack]]) -> list[Step]:
+def lay_out_on_earliest_ranks(request: PlanRequest, steps: Iterable[Sequence[Pack]]) -> list[Step]:
     """Gives the packs of all steps their ranks, where a rank does not wait for the whole step.
 
     Within a step and a size, the pack that takes the longest goes to the ranks that are ready
     first.
     """
-    ready = [0.0] * problem.num_ranks
+    ready = [0.0] * request.num_ranks
     laid_out = []
     for packs in steps:
         groups = []
         first_rank = 0
         by_size = sorted(packs, key=lambda pack: -pack.size)
         for size, some in groupby(by_size, key=lambda pack: pack.size):
-            timed = [(-total_time(problem, p.sample_ids, size), p.sample_ids) for p in some]
+            timed = [(-request.seconds(p.sample_ids, size), p.sample_ids) for p in some]
             ends = first_rank + size * len(timed)
             slots = [(max(ready[k : k + size]), k) for k in range(first_rank, ends, size)]
             for (time, samples), (start, k) in zip(sorted(timed), sorted(slots), strict=True):
@@ -136,13 +141,13 @@ def lay_out_on_earliest_ranks(problem: Problem, steps: Iterable[Sequence[Pack]])
     return laid_out
 
 
-def spread_out(problem: Problem, packs: Sequence[Pack]) -> list[list[Pack]]:
+def spread_out(request: PlanRequest, packs: Sequence[Pack]) -> list[list[Pack]]:
     """The packs of one step: completed, or as steps one after the other on the whole pool."""
-    completed = complete(problem, packs)
+    completed = complete(request, packs)
     if completed is not None:
         return [completed]
     samples = [i for pack in packs for i in pack.sample_ids]
-    return [[pack] for pack in whole_pool_packs(problem, samples)]
+    return [[pack] for pack in whole_pool_packs(request, samples)]
 
 
 def largest_power_of_two(most: int) -> int:
@@ -150,15 +155,15 @@ def largest_power_of_two(most: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def _by_time(problem: Problem, pack: Pack) -> tuple[float, int, Pack]:
+def _by_time(request: PlanRequest, pack: Pack) -> tuple[float, int, Pack]:
     # Sample ids are distinct, so that the order never falls back on comparing packs.
-    return -total_time(problem, pack.sample_ids, pack.size), min(pack.sample_ids), pack
+    return -request.seconds(pack.sample_ids, pack.size), min(pack.sample_ids), pack
 
 
-def _double(problem: Problem, packs: list[Pack], free: int) -> list[Pack] | None:
+def _double(request: PlanRequest, packs: list[Pack], free: int) -> list[Pack] | None:
     """Single samples on twice their ranks until none is free; ``None`` if some stay free."""
     done: list[Pack] = []
-    heap = [(_seconds_doubled(problem, pack), pack.sample_ids, pack) for pack in packs]
+    heap = [(_seconds_doubled(request, pack), pack.sample_ids, pack) for pack in packs]
     heapq.heapify(heap)
     while heap:
         seconds, _, pack = heapq.heappop(heap)
@@ -167,48 +172,48 @@ def _double(problem: Problem, packs: list[Pack], free: int) -> list[Pack] | None
             continue
         free -= pack.size
         larger = Pack(2 * pack.size, pack.sample_ids)
-        heapq.heappush(heap, (_seconds_doubled(problem, larger), larger.sample_ids, larger))
+        heapq.heappush(heap, (_seconds_doubled(request, larger), larger.sample_ids, larger))
     return None if free else done
 
 
-def _sped_up(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
+def _sped_up(request: PlanRequest, pack: Pack, free: int) -> list[Pack] | None:
     """The pack on twice its ranks if they are free and make it faster."""
-    seconds = _seconds_doubled(problem, pack)
-    if pack.size > free or seconds >= total_time(problem, pack.sample_ids, pack.size):
+    seconds = _seconds_doubled(request, pack)
+    if pack.size > free or seconds >= request.seconds(pack.sample_ids, pack.size):
         return None
     return [Pack(2 * pack.size, pack.sample_ids)]
 
 
-def _seconds_doubled(problem: Problem, pack: Pack) -> float:
+def _seconds_doubled(request: PlanRequest, pack: Pack) -> float:
     """The time of the pack on twice its ranks, infinite where it cannot be put there."""
     # Only single samples: small ones take more rows a rank at CP 2 than at CP 1, up to twice
     # (they are padded to 2 * tp_size rows), and then a full pack would not fit. The same holds for
     # the samples of a unit, which is one here.
     size, sample = 2 * pack.size, pack.sample_ids[0]
-    if len(pack.sample_ids) > 1 or size not in problem.rows:
+    if len(pack.sample_ids) > 1 or size not in request.rows:
         return math.inf
-    if problem.rows[size][sample] > problem.rooms[size]:
+    if request.rows[size][sample] > request.capacity[size]:
         return math.inf
-    return total_time(problem, pack.sample_ids, size)
+    return request.seconds(pack.sample_ids, size)
 
 
-def _split(problem: Problem, pack: Pack, free: int) -> list[Pack] | None:
+def _split(request: PlanRequest, pack: Pack, free: int) -> list[Pack] | None:
     """The pack on its own ranks and at most as many free ones; ``None`` for a single sample."""
     size = min(pack.size, largest_power_of_two(free))
     if len(pack.sample_ids) < 2:
         return None
-    samples = sorted(pack.sample_ids, key=lambda i: (-problem.lengths[i], i))
-    if problem.min_sizes[samples[-1]] > size:
+    samples = sorted(pack.sample_ids, key=lambda i: (-request.lengths[i], i))
+    if request.min_cp_sizes[samples[-1]] > size:
         return None
     kept: list[int] = []
     moved: list[int] = []
     kept_time = moved_time = 0.0
     moved_rows = 0
     for sample in samples:
-        kept_after = kept_time + problem.times[pack.size][sample]
-        moved_after = moved_time + problem.times[size][sample]
-        rows_after = moved_rows + problem.rows[size][sample]
-        if moved_after < kept_after and rows_after <= problem.rooms[size]:
+        kept_after = kept_time + request.times[pack.size][sample]
+        moved_after = moved_time + request.times[size][sample]
+        rows_after = moved_rows + request.rows[size][sample]
+        if moved_after < kept_after and rows_after <= request.capacity[size]:
             moved.append(sample)
             moved_time, moved_rows = moved_after, rows_after
         else:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 
 from lightning_dcp.config.padding import longest_that_fits
 from lightning_dcp.planning.plan import Step
-from lightning_dcp.planning.planners.filling import Bins, fill
+from lightning_dcp.planning.planners.lpt import Bins, fill
 from lightning_dcp.planning.planners.packs import Pack, best_fit, lay_out
-from lightning_dcp.planning.report import predicted_time
-from lightning_dcp.planning.request import Problem, total_time
+from lightning_dcp.planning.request import PlanRequest
 
 # More than rounding can make of a sum, as a part of it.
 _ROUNDING = 1e-12
 
 
-def plan_static(problem: Problem) -> list[Step]:
+def plan_static(request: PlanRequest) -> list[Step]:
     """Plans with one CP size: ``context_parallel_size``, or the smallest that holds every sample.
 
     The samples go into as few steps as hold them. Within these, every micro-batch of every step
@@ -25,7 +25,7 @@ def plan_static(problem: Problem) -> list[Step]:
     of each step one, the next larger CP size is taken for the whole plan, up to the whole pool.
 
     Args:
-        problem: The planning request.
+        request: The planning request.
 
     Returns:
         The steps.
@@ -34,102 +34,90 @@ def plan_static(problem: Problem) -> list[Step]:
         ValueError: ``context_parallel_size`` does not divide the pool in aligned groups, or a
             sample does not fit it.
     """
-    for size in _sizes_from(problem, _first_size(problem)):
-        bins = _pack(problem, size)
+    for size in _sizes_from(request, _first_size(request)):
+        bins = _pack(request, size)
         if bins is not None:
-            return _steps(problem, size, bins)
+            return [lay_out(packs) for packs in _steps(request, size, bins)]
     raise AssertionError("one sample a step on the whole pool is always a plan")
 
 
-def _static_sizes(problem: Problem) -> list[int]:
-    return [size for size in problem.sizes if problem.num_ranks % size == 0]
+def _static_sizes(request: PlanRequest) -> list[int]:
+    return [size for size in request.cp_sizes if request.num_ranks % size == 0]
 
 
-def _sizes_from(problem: Problem, first: int) -> list[int]:
-    return [size for size in _static_sizes(problem) if size >= first]
+def _sizes_from(request: PlanRequest, first: int) -> list[int]:
+    return [size for size in _static_sizes(request) if size >= first]
 
 
-def _first_size(problem: Problem) -> int:
-    asked = problem.context_parallel_size
+def _first_size(request: PlanRequest) -> int:
+    asked = request.settings.context_parallel_size
     if asked is None:
-        return _sizes_from(problem, max(problem.min_sizes))[0]
-    if asked not in _static_sizes(problem):
+        return _sizes_from(request, max(request.min_cp_sizes))[0]
+    if asked not in _static_sizes(request):
         raise ValueError(
-            f"context_parallel_size={asked} with {problem.num_ranks} DPxCP ranks: it must be a "
+            f"context_parallel_size={asked} with {request.num_ranks} DPxCP ranks: it must be a "
             "power of two that divides them, or all of them; choose one of "
-            f"{_static_sizes(problem)}"
+            f"{_static_sizes(request)}"
         )
-    if asked >= max(problem.min_sizes):
+    if asked >= max(request.min_cp_sizes):
         return asked
-    sample = next(i for i in problem.order if problem.min_sizes[i] > asked)
+    sample = next(i for i in request.longest_first if request.min_cp_sizes[i] > asked)
     name = f"sample {sample} has"
-    if problem.units is not None:
-        name = f"samples {list(problem.units[sample])}, which keep_together joins, have"
-    most = longest_that_fits(problem.cap, asked, problem.tp_size, problem.padding)
+    if request.units is not None:
+        name = f"samples {list(request.units[sample])}, which keep_together joins, have"
+    settings = request.settings
+    cap = settings.max_seqlen_per_dp_cp_rank
+    most = longest_that_fits(cap, asked, settings.tp_size, settings.padding)
     raise ValueError(
-        f"{name} length {problem.lengths[sample]}, but context_parallel_size={asked} holds at most "
-        f"{most} tokens at max_seqlen_per_dp_cp_rank={problem.cap}; use a larger "
-        "context_parallel_size, or a dynamic planner such as planner='balanced'"
+        f"{name} length {request.lengths[sample]}, but context_parallel_size={asked} holds at most "
+        f"{most} tokens at max_seqlen_per_dp_cp_rank={cap}; use a larger context_parallel_size, or "
+        "a dynamic planner such as planner='balanced'"
     )
 
 
-def plan_static_below(problem: Problem, time: float) -> tuple[list[Step], float] | None:
-    """The quickest static plan and its time; ``None`` if none takes less than ``time`` seconds.
+def static_packs_below(request: PlanRequest, seconds: float) -> Iterator[list[list[Pack]]]:
+    """The packs of static plans, one for each size, that may take less than ``seconds``.
 
     Sizes whose work and fixed times alone take longer are not planned.
 
     Args:
-        problem: The planning request; its ``context_parallel_size`` is not used.
-        time: Predicted seconds to stay below.
+        request: The planning request; its ``context_parallel_size`` is not used.
+        seconds: Predicted time to stay below.
     """
-    best = None
-    for size in _sizes_from(problem, max(problem.min_sizes)):
-        num_groups = problem.num_ranks // size
-        work = math.fsum(problem.times[size]) / num_groups
-        least = work + _fewest_steps(problem, size) * problem.fixed[size]
+    for size in _sizes_from(request, max(request.min_cp_sizes)):
+        num_groups = request.num_ranks // size
+        capacity = request.capacity[size] * num_groups
+        num_steps = -(-int(request.row_table[request.cp_sizes.index(size)].sum()) // capacity)
+        least = math.fsum(request.times[size]) / num_groups + num_steps * request.fixed[size]
         # Its sum is rounded in another way than a plan's: only what is clearly longer is left out.
-        if least * (1.0 - _ROUNDING) >= time:
-            continue
-        bins = _pack(problem, size)
-        if bins is None:
-            continue
-        if problem.execution == "lockstep":
-            # Known without the steps: those of _steps() hold neighbours in this order.
-            times = sorted([total_time(problem, samples, size) for samples in bins], reverse=True)
-            if math.fsum(times[::num_groups]) >= time:
-                continue
-        steps = _steps(problem, size, bins)
-        predicted = predicted_time(problem, steps)
-        if predicted < time:
-            best, time = (steps, predicted), predicted
-    return best
+        if least * (1.0 - _ROUNDING) < seconds:
+            bins = _pack(request, size)
+            if bins is not None:
+                yield _steps(request, size, bins)
 
 
-def _fewest_steps(problem: Problem, size: int) -> int:
-    capacity = problem.rooms[size] * (problem.num_ranks // size)
-    return -(-int(problem.row_table[problem.sizes.index(size)].sum()) // capacity)
-
-
-def _pack(problem: Problem, size: int) -> list[list[int]] | None:
+def _pack(request: PlanRequest, size: int) -> list[list[int]] | None:
     """As few non-empty micro-batches as fill whole steps; ``None`` if there are too few samples."""
-    num_groups = problem.num_ranks // size
-    tight = best_fit(problem, size, problem.order)
+    num_groups = request.num_ranks // size
+    tight = best_fit(request, size, request.longest_first)
     num_bins = -(-len(tight) // num_groups) * num_groups
-    if num_bins > len(problem.lengths):
+    if num_bins > len(request.lengths):
         return None
-    return _least_work_first(problem, size, num_bins) or _spread(problem, size, tight, num_bins)
+    return _least_work_first(request, size, num_bins) or _spread(request, size, tight, num_bins)
 
 
-def _least_work_first(problem: Problem, size: int, num_bins: int) -> list[list[int]] | None:
+def _least_work_first(request: PlanRequest, size: int, num_bins: int) -> list[list[int]] | None:
     bins = Bins()
-    bins.open(problem, size, num_bins)
-    left = fill(problem, bins, [0.0] * num_bins, problem.order, 0)
+    bins.open(request, size, num_bins)
+    left = fill(request, bins, [0.0] * num_bins, request.longest_first, 0)
     return None if left or not all(bins.samples) else bins.samples
 
 
-def _spread(problem: Problem, size: int, bins: list[list[int]], num_bins: int) -> list[list[int]]:
+def _spread(
+    request: PlanRequest, size: int, bins: list[list[int]], num_bins: int
+) -> list[list[int]]:
     """The same micro-batches, the longest of which give samples to new ones."""
-    heap = [(-total_time(problem, samples, size), k) for k, samples in enumerate(bins)]
+    heap = [(-request.seconds(samples, size), k) for k, samples in enumerate(bins)]
     heapq.heapify(heap)
     bins = [list(samples) for samples in bins]
     while len(bins) < num_bins:
@@ -138,12 +126,13 @@ def _spread(problem: Problem, size: int, bins: list[list[int]], num_bins: int) -
         if len(bins[k]) > 1:
             moved = bins[k].pop()
             bins.append([moved])
-            heapq.heappush(heap, (time + problem.times[size][moved], k))
+            heapq.heappush(heap, (time + request.times[size][moved], k))
     return bins
 
 
-def _steps(problem: Problem, size: int, bins: list[list[int]]) -> list[Step]:
-    num_groups = problem.num_ranks // size
+def _steps(request: PlanRequest, size: int, bins: list[list[int]]) -> list[list[Pack]]:
+    """Micro-batches that take about as long are neighbours in a step."""
+    num_groups = request.num_ranks // size
     packs = [Pack(size, tuple(samples)) for samples in bins]
-    packs.sort(key=lambda pack: (-total_time(problem, pack.sample_ids, size), pack.sample_ids[0]))
-    return [lay_out(packs[i : i + num_groups]) for i in range(0, len(packs), num_groups)]
+    packs.sort(key=lambda pack: (-request.seconds(pack.sample_ids, size), pack.sample_ids[0]))
+    return [packs[i : i + num_groups] for i in range(0, len(packs), num_groups)]

@@ -1,4 +1,4 @@
-"""Longest first, to the micro-batch with the most time left, under the cap."""
+"""LPT under a cap: the longest sample first, to the micro-batch (bin) with the most time left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 
-from lightning_dcp.planning.request import Problem
+from lightning_dcp.planning.request import PlanRequest
 
 
 @dataclass(slots=True)
@@ -16,21 +16,21 @@ class Bins:
     Attributes:
         size: CP size of each.
         load: Seconds of each, the fixed time included.
-        room: Rows that a rank of each can still take.
+        slack: Rows that a rank of each can still take.
         samples: Sample ids of each.
     """
 
     size: list[int] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
-    room: list[int] = field(default_factory=list)
+    slack: list[int] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
 
-    def open(self, problem: Problem, size: int, number: int = 1) -> range:
+    def open(self, request: PlanRequest, size: int, number: int = 1) -> range:
         """Adds ``number`` empty micro-batches of a CP size and returns their indices."""
         first = len(self.size)
         self.size += [size] * number
-        self.load += [problem.fixed[size]] * number
-        self.room += [problem.rooms[size]] * number
+        self.load += [request.fixed[size]] * number
+        self.slack += [request.capacity[size]] * number
         self.samples += [[] for _ in range(number)]
         return range(first, first + number)
 
@@ -38,45 +38,47 @@ class Bins:
         """Adds the micro-batches of ``other``."""
         self.size += other.size
         self.load += other.load
-        self.room += other.room
+        self.slack += other.slack
         self.samples += other.samples
 
 
 class _Shelf:
-    """The micro-batches of one CP size: first the one with the most time left that has the rows.
+    """The bins of one CP size: first the one with the most time left that has the rows.
 
-    Samples come longest first. A micro-batch whose room is short of a sample waits, and comes back
-    for the first sample that it holds: it then holds all later ones, until one is put in.
+    Samples come longest first. A bin whose slack is short of a sample waits, and comes back for the
+    first sample that it holds: it then holds all later ones, until one is put in.
     """
 
     __slots__ = ("ready", "rows", "size", "times", "waiting")
 
     def __init__(
-        self, problem: Problem, bins: Bins, indices: list[int], targets: list[float]
+        self, request: PlanRequest, bins: Bins, indices: list[int], targets: list[float]
     ) -> None:
         size = self.size = bins.size[indices[0]]
+        # (time over the target, bin): the first is the one with the most time left.
         self.ready = [(bins.load[index] - targets[index], index) for index in indices]
         heapify(self.ready)
         self.waiting: list[tuple[int, float, int]] = []
-        self.rows = problem.rows[size]
-        self.times = problem.times[size]
+        self.rows = request.rows[size]
+        self.times = request.times[size]
 
 
 def fill(
-    problem: Problem, bins: Bins, targets: list[float], samples: Iterable[int], first_soft: int
+    request: PlanRequest, bins: Bins, targets: list[float], samples: Iterable[int], first_soft: int
 ) -> list[int]:
-    """Puts samples, longest first, into micro-batches with time left until their targets.
+    """Puts samples, longest first, into bins with time left until their targets.
 
-    Each goes to the smallest CP size that has a micro-batch with the rows and the time for it,
-    there to the one with the most time left. If none has the time, a micro-batch takes longer than
-    its target: one whose target is soft if the rows fit, where it overshoots least.
+    Each goes to the smallest CP size that has a bin with the rows and the time for it, there to the
+    one with the most time left. If none has the time, a bin takes longer than its target: one whose
+    target is soft if the rows fit, where it overshoots least.
 
     Args:
-        problem: The planning request.
+        request: The planning request.
         bins: The micro-batches; changed in place.
         targets: Of each micro-batch: the seconds that it should take.
         samples: Sample ids, longest first.
-        first_soft: The micro-batches from this index on have soft targets.
+        first_soft: The micro-batches from this index on have soft targets: no long sample sets the
+            makespan of their step.
 
     Returns:
         The samples that no micro-batch has the rows for.
@@ -84,7 +86,7 @@ def fill(
     kinds: dict[tuple[int, bool], list[int]] = {}
     for index, size in enumerate(bins.size):
         kinds.setdefault((size, index < first_soft), []).append(index)
-    shelves = [_Shelf(problem, bins, kinds[kind], targets) for kind in sorted(kinds)]
+    shelves = [_Shelf(request, bins, kinds[kind], targets) for kind in sorted(kinds)]
     if len(shelves) == 1:
         return _fill_one(bins, shelves[0], samples)
     # What the loop needs of each shelf, without looking it up again for each sample.
@@ -92,7 +94,7 @@ def fill(
         (shelf.size, kind[1], shelf.rows, shelf.times, shelf.ready, shelf.waiting)
         for kind, shelf in zip(sorted(kinds), shelves, strict=True)
     ]
-    room, members, load = bins.room, bins.samples, bins.load
+    slack, members, load = bins.slack, bins.samples, bins.load
     left = []
     for sample in samples:
         best, best_size, least, forced = None, 0, 0.0, True
@@ -104,9 +106,9 @@ def fill(
             while waiting and -waiting[0][0] >= need:
                 _, over, index = heappop(waiting)
                 heappush(ready, (over, index))
-            while ready and room[ready[0][1]] < need:
+            while ready and slack[ready[0][1]] < need:
                 over, index = heappop(ready)
-                heappush(waiting, (-room[index], over, index))
+                heappush(waiting, (-slack[index], over, index))
             if not ready:
                 continue
             over = ready[0][0] + times[sample]
@@ -120,7 +122,7 @@ def fill(
         _, _, rows, times, ready, _ = best
         index = ready[0][1]
         heapreplace(ready, (least, index))
-        room[index] -= rows[sample]
+        slack[index] -= rows[sample]
         load[index] += times[sample]
         members[index].append(sample)
     return left
@@ -128,7 +130,7 @@ def fill(
 
 def _fill_one(bins: Bins, shelf: _Shelf, samples: Iterable[int]) -> list[int]:
     """:func:`fill` with micro-batches of one kind, without the choice between kinds."""
-    room, members, load = bins.room, bins.samples, bins.load
+    slack, members, load = bins.slack, bins.samples, bins.load
     rows, times, ready, waiting = shelf.rows, shelf.times, shelf.ready, shelf.waiting
     left = []
     for sample in samples:
@@ -136,16 +138,16 @@ def _fill_one(bins: Bins, shelf: _Shelf, samples: Iterable[int]) -> list[int]:
         while waiting and -waiting[0][0] >= need:
             _, over, index = heappop(waiting)
             heappush(ready, (over, index))
-        while ready and room[ready[0][1]] < need:
+        while ready and slack[ready[0][1]] < need:
             over, index = heappop(ready)
-            heappush(waiting, (-room[index], over, index))
+            heappush(waiting, (-slack[index], over, index))
         if not ready:
             left.append(sample)
             continue
         over, index = ready[0]
         time = times[sample]
         heapreplace(ready, (over + time, index))
-        room[index] -= need
+        slack[index] -= need
         load[index] += time
         members[index].append(sample)
     return left

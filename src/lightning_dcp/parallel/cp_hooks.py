@@ -1,0 +1,114 @@
+"""Hooks that put a micro-batch, with its CP group, into Megatron-Core's model.
+
+``SelfAttention`` takes rope's CP group from its ``pg_collection.cp``, which is the static group,
+and not from ``packed_seq_params.cp_group``. Each attention module therefore gets its own copy of
+the collection, whose ``cp`` is swapped around its forward. The micro-batch's group arrives as a
+keyword argument there, so a recomputed forward sees the right group too.
+
+Modules that are not handed the packed boundaries (routers, heads) have an attribute ``sequences``
+instead. It is set when the model starts on a micro-batch, and again when the backward pass of that
+micro-batch reaches the model: layers that are recomputed there see their own micro-batch, also when
+a pipeline has run others in between.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import Attention
+from torch import Tensor
+
+from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
+
+
+def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
+    """Makes every module of ``model`` that needs to know follow the micro-batch that is running.
+
+    Args:
+        model: A Megatron-Core model, which takes ``packed_seq_params`` by keyword.
+
+    Returns:
+        A function that takes the hooks away and restores the collections; harmless twice.
+    """
+    _prepare_transformer_engine()
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        if isinstance(module, Attention):
+            undo.append(_install_on(module))
+
+    listeners = [module for module in model.modules() if hasattr(module, "sequences")]
+    if listeners:
+        undo.append(_announce_to(model, listeners))
+
+    def remove() -> None:
+        while undo:
+            undo.pop()()
+
+    return remove
+
+
+def _announce_to(model: torch.nn.Module, listeners: list[Any]) -> Callable[[], None]:
+    def announce(sequences: BoundPackedSeqParams | None) -> None:
+        for listener in listeners:
+            listener.sequences = sequences
+
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        announce(kwargs.get("packed_seq_params"))
+
+    def after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        sequences = kwargs.get("packed_seq_params")
+        for tensor in output if isinstance(output, tuple) else (output,):
+            # The gradient of the output is the first thing that a backward pass makes here.
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: announce(sequences))
+
+    handles = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+        announce(None)
+
+    return remove
+
+
+def _install_on(attention: Any) -> Callable[[], None]:
+    # The whole model shares one collection, and others read its `cp` for what it is, the static
+    # group: with a copy each, attention modules alone see the swap.
+    shared = attention.pg_collection
+    attention.pg_collection = copy.copy(shared)
+
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        group = getattr(kwargs.get("packed_seq_params"), "cp_group", None)
+        module.pg_collection.cp = shared.cp if group is None else group
+
+    def after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        module.pg_collection.cp = shared.cp
+
+    handles = [
+        attention.register_forward_pre_hook(before, with_kwargs=True),
+        attention.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+        attention.pg_collection = shared
+
+    return remove
+
+
+def _prepare_transformer_engine() -> None:
+    """Gives TransformerEngine's attention the stream that it only makes for a static CP size."""
+    if not torch.cuda.is_available():
+        return
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+    if HAVE_TE and TEDotProductAttention.cp_stream is None:
+        TEDotProductAttention.cp_stream = torch.cuda.Stream()
