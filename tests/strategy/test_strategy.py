@@ -15,10 +15,11 @@ from megatron.core import parallel_state
 import reference
 import trainers
 from distributed import run_distributed
-from lightning_dcp import DynamicCPModule, DynamicCPStrategy, SyntheticDataModule
+from lightning_dcp import DynamicCPModule, DynamicCPStrategy, Recompute, SyntheticDataModule
 from lightning_dcp.engine import full_model_state
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.parallel import cpu_mode_is_active
+from lightning_dcp.planning import CPU, CostModel
 
 
 def weights_of(module, trainer):
@@ -343,6 +344,37 @@ def test_strategy_needs_no_process_before_the_run_starts():
     assert trainer.world_size == 4
     assert not dist.is_initialized()
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    for name, message in (
+        ("context", "use it in configure_model and later hooks"),
+        ("engine", "use it in the module's steps"),
+        ("ddp", "wrapped for trainer.fit only"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            getattr(trainer.strategy, name)
+    with pytest.raises(RuntimeError, match="configure_optimizers"):
+        trainer.strategy.build_optimizer()
+
+
+def test_a_run_that_was_not_calibrated_is_priced_by_its_own_sizes():
+    full = Recompute(granularity="full")
+    strategy = DynamicCPStrategy("auto", tensor_model_parallel_size=2, recompute=full)
+    settings = strategy.plan_settings(
+        strategy.parallel_sizes(8), trainers.CONFIG, device=CPU, max_length=100
+    )
+    assert settings.cost_model == CostModel.from_sizes(
+        trainers.CONFIG.sizes, CPU, tp_size=2, recompute=True
+    )
+    # 100 tokens padded to a multiple of TP 2 x 2 x CP 4 are 112, of which a rank holds 28.
+    assert (settings.num_ranks, settings.max_seqlen_per_dp_cp_rank) == (4, 28)
+    measured = CostModel()
+    given = strategy.plan_settings(
+        strategy.parallel_sizes(8),
+        trainers.CONFIG,
+        device=CPU,
+        max_length=100,
+        cost_model=measured,
+    )
+    assert given.cost_model is measured
 
 
 class FixedLosses(DynamicCPModule):
