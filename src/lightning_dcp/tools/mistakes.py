@@ -31,7 +31,7 @@ def told_once(command: str) -> Iterator[None]:
         command: The command's name, for the message.
 
     Raises:
-        SystemExit: There was a mistake. It has the message where there is one process.
+        SystemExit: There was a mistake. It has the message where no other process can be there.
     """
     try:
         yield
@@ -44,7 +44,8 @@ def told_once(command: str) -> Iterator[None]:
                 sys.exit(1)
             raise
         text = f"error: {error}\n(--traceback shows where)"
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        # Not WORLD_SIZE: Lightning has taken it out of the environment by now.
+        if _TOLD not in os.environ and not _rank():
             sys.exit(f"lightning-dcp {command}: {text}")
         _tell(command, text)
         sys.exit(1)
