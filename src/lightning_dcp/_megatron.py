@@ -1,7 +1,7 @@
 """Keeps Megatron-Core's notices about itself out of a user's output.
 
 Importing this module imports Megatron-Core without them: at import it says which optional packages
-it does not find, a page of it, once a process. What that means for a run is in the README.
+it does not find, a page of it, once a process. What that means for a run is in docs/install.md.
 The packages that need Megatron-Core import this module first.
 """
 
