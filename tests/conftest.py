@@ -31,16 +31,16 @@ def leaves_nothing() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def leaves_the_tree_clean() -> Iterator[None]:
-    """Fails the last test where the session changed or made a file of the repository."""
-    before = _changed_files()
+    """Fails the last test where a file is new in the repository after the session."""
+    before = _new_files()
     yield
-    left = _changed_files() - before
-    assert not left, f"files that the tests made or changed: {sorted(left)}"
+    left = _new_files() - before
+    assert not left, f"files that the tests made: {sorted(left)}"
 
 
-def _changed_files() -> set[str]:
-    """What git sees as new or changed; nothing outside a clone."""
-    command = ["git", "status", "--porcelain", "--untracked-files=all"]
+def _new_files() -> set[str]:
+    """What git does not know and does not ignore; nothing outside a clone."""
+    command = ["git", "ls-files", "--others", "--exclude-standard"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError:

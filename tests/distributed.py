@@ -179,6 +179,7 @@ def _serve(connection: Connection, rank: int, output: str) -> None:
     os.dup2(descriptor, 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _share_device()
     # What is imported stays: the collector need not look at it again.
     gc.freeze()
     state = hygiene.State.now()
@@ -199,6 +200,23 @@ def _serve(connection: Connection, rank: int, output: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send(answer)
+
+
+def _share_device() -> None:
+    """Lets all gloo groups of this process share one device.
+
+    Each would have one of its own otherwise, whose thread wakes up a hundred times a second: with
+    Megatron-Core's dozens of groups on each of eight ranks these threads take a core of their own.
+    """
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class OnOneDevice(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [device], 1, timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OnOneDevice
 
 
 def _call(rank: int, world_size: int, store: str | None, call: bytes) -> Any:

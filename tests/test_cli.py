@@ -1,11 +1,13 @@
-"""The command, the configs and the README's script, run as a user runs them."""
+"""The command, the configs and the README's script.
+
+One ``fit``, the script and torchrun are processes as a user starts them; all other commands run in
+workers that have everything imported.
+"""
 
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,21 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from command_line import cli, run
 from lightning_dcp.tools.lightning_cli import DynamicCPCLI
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-
-
-def run(*command: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cwd / "cache"), "COLUMNS": "200"}
-    return subprocess.run(
-        command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout
-    )
-
-
-def cli(*arguments: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "lightning_dcp", *arguments, cwd=cwd, timeout=timeout)
 
 
 SMALL = {
@@ -61,7 +53,10 @@ def small(name: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", ["quickstart", "static_cp", "mtp"])
 def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     options = small(name, tmp_path)
-    done = cli("fit", *options, cwd=tmp_path)
+    if name == "quickstart":
+        done = run(sys.executable, "-m", "lightning_dcp", "fit", *options, cwd=tmp_path)
+    else:
+        done = cli("fit", *options, cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = re.findall(
         r"step (\d+) \| loss [\d.]+ \| [\d,]+ tokens \| .*CP sizes (.*)", done.stdout
@@ -79,7 +74,7 @@ def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     assert all(5 < float(row[key]) < 6 for row in rows if row["train_loss"] for key in depths)
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     saved = [float(row["val_loss"]) for row in rows if row["val_loss"]]
-    validated = cli("validate", *options, f"--ckpt_path={checkpoint}", cwd=tmp_path)
+    validated = cli("validate", *options, f"--ckpt_path={checkpoint}", cwd=tmp_path, world=4)
     assert validated.returncode == 0, validated.stderr[-3000:]
     (loss,) = re.findall(r"val_loss\W+([\d.]+)", validated.stdout)
     assert float(loss) == pytest.approx(saved[0], rel=1e-5)
@@ -87,12 +82,12 @@ def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
 
 def test_rl_with_replayed_routes_trains(tmp_path):
     config = f"--config={ROOT / 'configs' / 'rl_r3.yaml'}"
-    done = cli("fit", config, "--trainer.max_steps=2", cwd=tmp_path)
+    done = cli("fit", config, "--trainer.max_steps=2", cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = re.findall(r"step (\d+) \| loss (-?[\d.]+) \| ([\d,]+) tokens", done.stdout)
     assert [step for step, *_ in steps] == ["1", "2"]
     # Routes that are not the model's are refused: they are looked at.
-    done = cli("fit", config, "--data.init_args.rollouts.num_layers=3", cwd=tmp_path)
+    done = cli("fit", config, "--data.init_args.rollouts.num_layers=3", cwd=tmp_path, world=4)
     assert done.returncode != 0
     assert "has [3, 2] values a token" in done.stderr
 
@@ -100,7 +95,7 @@ def test_rl_with_replayed_routes_trains(tmp_path):
 @pytest.mark.parametrize("name", ["moe_small"])
 def test_a_small_twin_trains(tmp_path, name):
     config = str(ROOT / "configs" / f"{name}.yaml")
-    done = cli("fit", "--config", config, "--trainer.max_steps=2", cwd=tmp_path)
+    done = cli("fit", "--config", config, "--trainer.max_steps=2", cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     (metrics,) = tmp_path.rglob("metrics.csv")
     rows = list(csv.DictReader(metrics.open()))
@@ -125,7 +120,7 @@ def test_the_published_layout_is_that_of_its_twin():
 def test_predict_stores_log_probabilities_of_every_sample(tmp_path):
     data = '--data.init_args.data=["{stdlib}/json/*.py"]'
     train = "--data.init_args.predict_split=train"
-    done = cli("predict", *small("predict", tmp_path), data, train, cwd=tmp_path)
+    done = cli("predict", *small("predict", tmp_path), data, train, cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Predicting" in done.stdout + done.stderr
     table = pq.read_table(tmp_path / "runs" / "predictions.parquet").to_pydict()
@@ -189,7 +184,8 @@ def test_an_unknown_key_of_a_config_is_named(tmp_path):
 def test_a_data_path_that_does_not_exist_stops_every_process(option, tmp_path):
     config = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
     wrong = ["--trainer.devices=2", "--data.init_args.data=[nowhere/*.txt]"]
-    done = cli("fit", *option, config, *wrong, cwd=tmp_path)
+    command = (sys.executable, "-m", "lightning_dcp", "fit")
+    done = run(*command, *option, config, *wrong, cwd=tmp_path)
     assert done.returncode != 0
     if option:
         assert "Traceback" in done.stderr

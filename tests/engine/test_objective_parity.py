@@ -7,45 +7,25 @@ stands at the wrong token would all show up here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from parity import CLIP, DENSE, SETTINGS, Layout, Run, compare, start_of
 
 import reference
 from distributed import run_distributed
-from lightning_dcp import DPO, DynamicCPModule, ModelConfig, OptimizerSettings, ValueLoss
+from lightning_dcp import DPO, DynamicCPModule, ValueLoss
 from lightning_dcp.config.padding import row_alignment
-from lightning_dcp.engine import (
-    DynamicCPEngine,
-    PlanSettings,
-    build_optimizer,
-    full_model_state,
-    wrap_ddp,
-)
-from lightning_dcp.model import build_gpt_model
-from lightning_dcp.model.global_names import merge_over_tp
-from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
 from lightning_dcp.planning.plan import Group, Step
 from lightning_dcp.planning.planners.balanced import plan_balanced
 from lightning_dcp.planning.planners.static import plan_static
 
-CONFIG = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    ffn_hidden_size=64,
-    vocab_size=61,
-    make_vocab_size_divisible_by=8,
-    init_method_std=0.2,
-)
-CRITIC = dataclasses.replace(CONFIG, head="value")
+CONFIG = replace(DENSE, qk_layernorm=False)
+CRITIC = replace(CONFIG, head="value")
 OBJECTIVES = {
     "value": ValueLoss(),
     "clipped": ValueLoss(clip=0.3),
@@ -61,9 +41,6 @@ LENGTHS = [
     [3, 48, 7, 7, 21, 95, 13, 2],
     [11, 6, 30, 1, 1, 60, 19, 5],
 ]
-# An epsilon well above the rounding of gradients that are nearly zero: see test_parity.
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-5}
-CLIP = 0.5
 
 
 def config_of(name):
@@ -123,8 +100,8 @@ def plan_pairs(planner, cp, request):
     padded = [-(-length // align) * align for length in request.lengths]
     last = len(padded) - 1
     units = tuple(padded[one] + padded[last - one] for one in range(len(padded) // 2))
-    settings = dataclasses.replace(request.settings, context_parallel_size=cp)
-    steps = planner(dataclasses.replace(request, lengths=units, settings=settings))
+    settings = replace(request.settings, context_parallel_size=cp)
+    steps = planner(replace(request, lengths=units, settings=settings))
 
     def members(group):
         ids = [sample for unit in group.sample_ids for sample in (unit, last - unit)]
@@ -139,63 +116,32 @@ class Bare(DynamicCPModule):
     _strategy = None
 
 
-def train(tp, cap, cp, names):
-    """Trains three steps with each objective; numbers are whole, as on one process."""
-    sizes = ParallelSizes(world_size=dist.get_world_size(), tensor_model_parallel_size=tp)
-    context = setup_parallel(sizes)
+def layout_of(world, tp, cap, cp):
     planner = functools.partial(plan_pairs, plan_static if cp else plan_balanced, cp)
-    engine = DynamicCPEngine(
-        context, PlanSettings.of_run(context.sizes, max_seqlen_per_dp_cp_rank=cap, planner=planner)
-    )
+    return Layout(world, cap, tp=tp, planner=planner)
+
+
+def train(layout, names):
+    """Trains three steps with each objective on this rank."""
+    found, context = {}, None
     try:
-        return {name: train_one(name, engine, context) for name in names}
+        for name in names:
+            run = Run(layout, config_of(name), context=context)
+            context = run.context
+            module = Bare(config_of(name), objective=OBJECTIVES[name])
+            module._strategy = SimpleNamespace(context=context)
+            module.model = run.model
+            found[name] = run.train(
+                [batch_of(name, index) for index in range(len(LENGTHS))],
+                module.micro_batch_step,
+                target_extras=[extra.key for extra in OBJECTIVES[name].extras],
+                check=OBJECTIVES[name].check,
+            )
+            run.engine.close()
     finally:
-        engine.close()
-        context.destroy()
-
-
-def train_one(name, engine, context):
-    config, objective = config_of(name), OBJECTIVES[name]
-    module = Bare(config, objective=objective)
-    module._strategy = SimpleNamespace(context=context)
-    model = module.model = build_gpt_model(config, context, seed=1)
-    install_cp_hooks(model)
-    start = full_model_state(model, context)
-    ddp = wrap_ddp(model, context)
-    optimizer = build_optimizer(ddp, context, OptimizerSettings(**SETTINGS), clip_grad=CLIP)
-    losses, counts, norms, grads, evals, cp_sizes = [], [], [], [], [], set()
-    for index in range(len(LENGTHS)):
-        planned = engine.prepare(
-            batch_of(name, index),
-            vocab_size=config.vocab_size,
-            target_extras=[extra.key for extra in objective.extras],
-            check=objective.check,
-        )
-        cp_sizes |= set(planned.plan.cp_sizes())
-        evals.append(float(engine.eval_step(planned, module.micro_batch_step).loss))
-        result = engine.train_step(ddp, planned, module.micro_batch_step, force_all_reduce=True)
-        losses.append(float(result.loss))
-        counts.append(int(result.num_tokens))
-        grads.append(
-            {
-                key: merge_over_tp(p.main_grad, p, context).detach().numpy().copy()
-                for key, p in model.named_parameters()
-            }
-        )
-        optimizer.step()
-        norms.append(optimizer.grad_norm)
-    end = full_model_state(model, context)
-    found = {"losses": losses, "counts": counts, "norms": norms}
-    if dist.get_rank() != 0:
-        return found
-    return {
-        **found,
-        "grads": grads,
-        "evals": evals,
-        "cp_sizes": sorted(cp_sizes),
-        "start": {key: value.numpy() for key, value in start.items()},
-        "weights": {key: value.numpy() for key, value in end.items()},
-    }
+        if context is not None:
+            context.destroy()
+    return found
 
 
 def value_loss(name, outputs, index):
@@ -252,47 +198,19 @@ def pair_loss(name, outputs, index):
 @functools.cache
 def expected(name):
     """The reference's numbers, from the initial weights that one process of ours has."""
-    start = run_distributed(train, 1, 1, 256, None, [name])[0][name]["start"]
+    config = config_of(name)
     batches = [
         [sample["input_ids"].tolist() for sample in samples(index)] for index in range(len(LENGTHS))
     ]
-    loss = value_loss if config_of(name) is CRITIC else pair_loss
-    wanted = reference.train(
-        start,
-        config_of(name),
+    loss = value_loss if config is CRITIC else pair_loss
+    return reference.train(
+        start_of(config),
+        config,
         batches,
         clip=CLIP,
         batch_loss=functools.partial(loss, name),
         **SETTINGS,
     )
-    return start, wanted
-
-
-def close(found, wanted, name):
-    """Equal to 1e-5, relative to the largest value of the tensor."""
-    scale = max(float(np.abs(wanted).max()), 1e-6)
-    difference = float(np.abs(found - wanted).max()) / scale
-    assert difference < 1e-5, f"{name}: off by {difference:.2e} of {scale:.2e}"
-
-
-def check(name, ranks):
-    start, wanted = expected(name)
-    found = ranks[0]
-    for key, value in start.items():
-        np.testing.assert_array_equal(found["start"][key], value, err_msg=key)
-    for key in ("losses", "norms"):
-        np.testing.assert_allclose(found[key], wanted[key], rtol=1e-5, err_msg=f"{name} {key}")
-    np.testing.assert_allclose(found["evals"], wanted["losses"], rtol=1e-5)
-    for step, (mine, theirs) in enumerate(zip(found["grads"], wanted["grads"], strict=True)):
-        assert set(mine) == set(theirs)
-        for key in theirs:
-            close(mine[key], theirs[key], f"{name}: gradient of {key} at step {step}")
-    for key, value in wanted["weights"].items():
-        close(found["weights"][key], value, f"{name}: {key} after three steps")
-    for other in ranks[1:]:
-        assert other["losses"] == found["losses"]
-        assert other["counts"] == found["counts"]
-        assert other["norms"] == pytest.approx(found["norms"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -309,16 +227,16 @@ def check(name, ranks):
     ids=["1", "2", "2-tp2", "4", "4-tp2", "4-static2", "4-static4"],
 )
 def test_layout_equals_one_process(world, tp, cap, cp, cp_sizes):
-    results = run_distributed(train, world, tp, cap, cp, list(OBJECTIVES))
+    results = run_distributed(train, world, layout_of(world, tp, cap, cp), list(OBJECTIVES))
     for name in OBJECTIVES:
-        check(name, [ranks[name] for ranks in results])
+        found = [ranks[name] for ranks in results]
+        compare(found, start_of(config_of(name)), expected(name))
         assert results[0][name]["cp_sizes"] == cp_sizes
     assert results[0]["dpo"]["counts"] == [len(lengths) // 2 for lengths in LENGTHS]
 
 
 def test_the_cases_reach_both_sides_of_the_clip_and_all_margins():
-    start, _ = expected("clipped")
-    weights = {key: torch.tensor(value) for key, value in start.items()}
+    weights = {key: torch.tensor(value) for key, value in start_of(CRITIC).items()}
     far = []
     for sample in samples(0):
         values = reference.forward(weights, CRITIC, sample["input_ids"])[:, 0]
@@ -331,4 +249,4 @@ def test_the_cases_reach_both_sides_of_the_clip_and_all_margins():
         ]
     assert 5 < sum(far) < len(far) - 5
     # Margins where the loss is neither flat nor a straight line.
-    assert all(0.1 < loss < 5 for loss in expected("dpo")[1]["losses"])
+    assert all(0.1 < loss < 5 for loss in expected("dpo")["losses"])

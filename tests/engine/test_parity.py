@@ -1,229 +1,259 @@
-"""Every layout gives the numbers of one process: loss, gradients and weights after three steps."""
+"""The matrix of docs/parity.md: every layout gives the numbers of one plain process."""
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
+from parity import (
+    BIASED,
+    DENSE,
+    GATHERED,
+    MOE,
+    TIED,
+    Layout,
+    check,
+    deep,
+    name_of,
+    replaying,
+    train,
+)
 
-import reference
 from distributed import run_distributed
-from lightning_dcp.config.padding import PackPadding
-from lightning_dcp.engine import (
-    DynamicCPEngine,
-    OptimizerSettings,
-    PlanSettings,
-    build_optimizer,
-    full_model_state,
-    wrap_ddp,
-)
-from lightning_dcp.loss import linear_cross_entropy
-from lightning_dcp.model import ModelConfig, build_gpt_model, hidden_states
-from lightning_dcp.model.global_names import merge_over_tp
-from lightning_dcp.parallel import ParallelSizes, install_cp_hooks, setup_parallel
+from lightning_dcp.model import Recompute
 
-CONFIG = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    ffn_hidden_size=64,
-    vocab_size=61,
-    make_vocab_size_divisible_by=8,
-    qk_layernorm=True,
-    init_method_std=0.2,
-)
-TIED = ModelConfig(**{**vars(CONFIG), "tie_word_embeddings": True, "qk_layernorm": False})
-# Long enough for several CP sizes at a cap of 24, and odd enough for padding everywhere.
-LENGTHS = [
-    [70, 5, 9, 33, 2, 17, 12, 24, 1, 8],
-    [3, 48, 7, 7, 21, 95, 13, 2],
-    [11, 6, 30, 30, 4, 60, 19, 5, 10],
-]
-# Adam divides by the root of the second moment: without an epsilon well above it, the rounding of a
-# gradient that is nearly zero would become a difference of a whole step.
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-5}
-CLIP = 0.5
-
-
-def batches() -> list[list[list[int]]]:
-    generator = np.random.default_rng(0)
-    return [[generator.integers(0, 61, n).tolist() for n in lengths] for lengths in LENGTHS]
-
-
-def jagged(batch: list[list[int]]) -> dict[str, torch.Tensor]:
-    rows = [torch.tensor(ids) for ids in batch]
-    return {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}
-
-
-def train(
-    tp: int,
-    cap: int,
-    planner: str,
-    cp: int | None,
-    sharded: bool,
-    config: ModelConfig = CONFIG,
-    overlap: bool = False,
-    padding: dict[str, int] | None = None,
-) -> dict[str, object]:
-    """Trains three steps on this rank's layout; numbers are whole, as on one process."""
-    world = dist.get_world_size()
-    sizes = ParallelSizes(
-        world_size=world, tensor_model_parallel_size=tp, context_parallel_size=cp or 1
-    )
-    context = setup_parallel(sizes)
-    try:
-        model = build_gpt_model(config, context, seed=1)
-        install_cp_hooks(model)
-        start = full_model_state(model, context)
-        ddp = wrap_ddp(
-            model, context, use_distributed_optimizer=sharded, overlap_grad_reduce=overlap
-        )
-        optimizer = build_optimizer(ddp, context, OptimizerSettings(**SETTINGS), clip_grad=CLIP)
-        engine = DynamicCPEngine(
-            context,
-            PlanSettings.of_run(
-                context.sizes,
-                max_seqlen_per_dp_cp_rank=cap,
-                planner=planner,
-                context_parallel_size=cp,
-                padding=PackPadding(**(padding or {})),
-            ),
-        )
-
-        def step(micro_batch):
-            hidden, weight = hidden_states(model, micro_batch)
-            loss = linear_cross_entropy(
-                hidden,
-                weight,
-                micro_batch.labels,
-                tp_group=context.pg_collection.tp if tp > 1 else None,
-                vocab_size=config.vocab_size,
-            )
-            return loss, micro_batch.num_tokens
-
-        losses, norms, grads, cp_sizes, evals = [], [], [], set(), []
-        for batch in batches():
-            planned = engine.prepare(jagged(batch), vocab_size=config.vocab_size)
-            cp_sizes |= set(planned.plan.cp_sizes())
-            evals.append(float(engine.eval_step(planned, step).loss))
-            result = engine.train_step(ddp, planned, step, force_all_reduce=True)
-            losses.append(float(result.loss))
-            grads.append(
-                {
-                    name: merge_over_tp(p.main_grad, p, context).detach().numpy().copy()
-                    for name, p in model.named_parameters()
-                }
-            )
-            optimizer.step()
-            norms.append(optimizer.grad_norm)
-        end = full_model_state(model, context)
-    finally:
-        context.destroy()
-    if dist.get_rank() != 0:
-        return {"losses": losses, "norms": norms}
-    return {
-        "losses": losses,
-        "norms": norms,
-        "grads": grads,
-        "evals": evals,
-        "cp_sizes": sorted(cp_sizes),
-        "start": {k: v.numpy() for k, v in start.items()},
-        "weights": {k: v.numpy() for k, v in end.items()},
-    }
-
-
-@functools.cache
-def expected(config: ModelConfig = CONFIG) -> tuple[dict, dict]:
-    """The reference's numbers, from the initial weights that one process of ours has."""
-    (single,) = run_distributed(train, 1, 1, 256, "balanced", None, True, config)
-    return single["start"], reference.train(
-        single["start"], config, batches(), clip=CLIP, **SETTINGS
-    )
-
-
-def close(found: np.ndarray, wanted: np.ndarray, name: str) -> None:
-    """Equal to 1e-5, relative to the largest value of the tensor."""
-    scale = max(float(np.abs(wanted).max()), 1e-6)
-    difference = float(np.abs(found - wanted).max()) / scale
-    assert difference < 1e-5, f"{name}: off by {difference:.2e} of {scale:.2e}"
-
-
-def check(results: list[dict], config: ModelConfig = CONFIG) -> None:
-    start, wanted = expected(config)
-    found = results[0]
-    for name, value in start.items():
-        np.testing.assert_array_equal(found["start"][name], value, err_msg=name)
-    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-5)
-    np.testing.assert_allclose(found["evals"], wanted["losses"], rtol=1e-5)
-    np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-5)
-    for step, (mine, theirs) in enumerate(zip(found["grads"], wanted["grads"], strict=True)):
-        assert set(mine) == set(theirs)
-        for name in theirs:
-            close(mine[name], theirs[name], f"gradient of {name} at step {step}")
-    for name, value in wanted["weights"].items():
-        close(found["weights"][name], value, f"{name} after three steps")
-    for other in results[1:]:
-        assert other["losses"] == found["losses"]
-        assert other["norms"] == pytest.approx(found["norms"], rel=1e-6)
-
-
-LAYOUTS = [
-    # processes, TP, cap, planner, static CP size
-    pytest.param(1, 1, 96, "balanced", None, id="1"),
-    pytest.param(2, 1, 48, "balanced", None, id="2"),
-    pytest.param(2, 2, 96, "balanced", None, id="2-tp2"),
-    pytest.param(3, 1, 40, "balanced", None, id="3"),
-    pytest.param(4, 1, 24, "balanced", None, id="4"),
-    pytest.param(4, 1, 24, "longest_sequence", None, id="4-longest"),
-    pytest.param(4, 1, 48, "static", 2, id="4-static2"),
-    pytest.param(4, 1, 24, "static", 4, id="4-static4"),
-    pytest.param(4, 2, 48, "balanced", None, id="4-tp2"),
-    pytest.param(6, 2, 40, "longest_sequence", None, id="6-tp2-pool3"),
-    pytest.param(8, 1, 12, "balanced", None, id="8"),
-    pytest.param(8, 2, 24, "balanced", None, id="8-tp2"),
-    pytest.param(8, 1, 24, "static", 8, id="8-static8"),
+POOLS = [
+    Layout(1, 96),
+    Layout(2, 48),
+    Layout(2, 96, tp=2),
+    Layout(3, 40),
+    Layout(4, 24),
+    Layout(4, 24, planner="longest_sequence"),
+    Layout(4, 48, planner="static", cp=2),
+    Layout(4, 24, planner="static", cp=4),
+    Layout(4, 48, tp=2),
+    Layout(6, 40, tp=2, planner="longest_sequence"),
+    Layout(8, 12),
+    Layout(8, 24, tp=2),
+    Layout(8, 24, planner="static", cp=8),
+    Layout(1, 96, sharded=False),
+    Layout(4, 24, sharded=False),
+    Layout(4, 48, tp=2, sharded=False),
+    Layout(2, 48, overlap=True),
 ]
 
 
-@pytest.mark.parametrize(("world", "tp", "cap", "planner", "cp"), LAYOUTS)
-def test_layout_equals_one_process(world, tp, cap, planner, cp):
-    check(run_distributed(train, world, tp, cap, planner, cp, True))
+@pytest.mark.parametrize("layout", POOLS, ids=name_of)
+def test_pools(layout):
+    found = check(layout, DENSE)
+    # Without this the layouts could all be data parallelism.
+    assert len(found["cp_sizes"]) > 1 or layout.world == layout.tp or layout.cp
 
 
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (4, 1), (4, 2)])
-def test_unsharded_optimizer_equals_one_process(world, tp):
-    check(run_distributed(train, world, tp, 96 // (world // tp), "balanced", None, False))
+def test_tied_embeddings():
+    check(Layout(4, 48, tp=2), TIED)
 
 
-def test_tied_embeddings_equal_one_process():
-    check(run_distributed(train, 4, 2, 48, "balanced", None, True, TIED), TIED)
+SEQUENCE_PARALLEL = [
+    Layout(2, 96, tp=2, sequence_parallel=True),
+    Layout(4, 48, tp=2, sequence_parallel=True),
+    Layout(8, 48, tp=2, sequence_parallel=True, planner="static", cp=4),
+]
 
 
-def test_overlapped_reduction_equals_one_process():
-    check(run_distributed(train, 2, 1, 48, "balanced", None, True, CONFIG, True))
+@pytest.mark.parametrize("layout", SEQUENCE_PARALLEL, ids=name_of)
+def test_sequence_parallel(layout):
+    check(layout, DENSE)
+
+
+EXPERTS = [
+    Layout(1, 96),
+    Layout(2, 48),
+    Layout(2, 48, ep=2),
+    Layout(4, 24, ep=2),
+    Layout(4, 24, ep=4),
+    Layout(4, 48, tp=2, sequence_parallel=True, ep=2),
+    Layout(4, 48, ep=4, planner="static", cp=2),
+]
+
+
+@pytest.mark.parametrize("layout", EXPERTS, ids=name_of)
+def test_experts(layout):
+    check(layout, MOE)
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "cap", "padding"),
-    [
-        pytest.param(1, 1, 96, {"pad_to_length_bucket": 32}, id="1"),
-        pytest.param(1, 1, 128, {"pad_to_length": 128}, id="1-one-length"),
-        pytest.param(2, 1, 60, {"pad_to_length_bucket": 20}, id="2"),
-        pytest.param(2, 2, 96, {"pad_to_length_bucket": 16}, id="2-tp2"),
-        pytest.param(4, 1, 24, {"pad_to_length_bucket": 8}, id="4"),
-        pytest.param(4, 1, 64, {"pad_to_length": 48}, id="4-one-length"),
-        pytest.param(4, 2, 48, {"pad_to_length_bucket": 6}, id="4-tp2"),
-    ],
+    "layout",
+    [Layout(4, 24, ep=2), Layout(4, 48, tp=2, sequence_parallel=True), Layout(4, 48, pp=2)],
+    ids=name_of,
 )
-def test_bucketed_lengths_equal_one_process(world, tp, cap, padding):
-    check(run_distributed(train, world, tp, cap, "balanced", None, True, CONFIG, False, padding))
+def test_logged_router_losses_do_not_depend_on_the_layout(layout):
+    # Without the one loss that depends on what is packed together.
+    config = replace(MOE, moe=replace(MOE.moe, aux_loss_coeff=0.0))
+    (alone,) = run_distributed(train, 1, Layout(1, 256), config)
+    results = run_distributed(train, 4, layout, config)
+    for result in results:
+        for found, wanted in zip(result["router_losses"], alone["router_losses"], strict=True):
+            assert set(found) == {"moe_seq_aux_loss", "moe_z_loss"}
+            assert found == pytest.approx(wanted, rel=1e-5)
+    # 1 where the load is even.
+    assert 1 < alone["router_losses"][0]["moe_seq_aux_loss"] < 3
 
 
-def test_a_small_cap_uses_several_cp_sizes():
-    # Without this the layouts above could all be data parallelism.
-    results = run_distributed(train, 4, 1, 24, "balanced", None, True)
-    assert len(results[0]["cp_sizes"]) >= 2
+@pytest.mark.parametrize("layout", [EXPERTS[0], EXPERTS[3], EXPERTS[5]], ids=name_of)
+def test_experts_balanced_by_a_bias(layout):
+    check(layout, BIASED)
+
+
+@pytest.mark.parametrize("layout", EXPERTS[3:6], ids=name_of)
+def test_experts_that_gather_all_tokens(layout):
+    check(layout, GATHERED)
+
+
+FULL = Recompute(granularity="full")
+EXPERTS_AGAIN = Recompute(granularity="selective", modules=("moe",))
+MLP_AGAIN = Recompute(granularity="selective", modules=("mlp",))
+RECOMPUTED = [
+    (Layout(2, 48, recompute=FULL), DENSE),
+    (Layout(4, 48, tp=2, sequence_parallel=True, recompute=FULL), DENSE),
+    (
+        Layout(2, 48, recompute=Recompute(granularity="full", method="block", num_layers=2)),
+        deep(DENSE),
+    ),
+    (Layout(2, 48, recompute=Recompute(granularity="selective")), DENSE),
+    (Layout(2, 48, recompute=MLP_AGAIN), DENSE),
+    (Layout(4, 24, ep=2, recompute=FULL), MOE),
+    (Layout(4, 24, ep=2, recompute=EXPERTS_AGAIN), MOE),
+    (Layout(4, 24, ep=2, recompute=FULL), BIASED),
+]
+
+
+@pytest.mark.parametrize(("layout", "config"), RECOMPUTED, ids=name_of)
+def test_recomputation(layout, config):
+    check(layout, config)
+
+
+PIPELINES = [
+    (Layout(2, 96, pp=2), DENSE),
+    (Layout(4, 48, pp=2), DENSE),
+    (Layout(4, 96, pp=4), deep(DENSE)),
+    (Layout(4, 96, pp=2, tp=2), DENSE),
+    (Layout(8, 48, pp=2, tp=2, sequence_parallel=True), DENSE),
+    (Layout(4, 48, pp=2), TIED),
+    (Layout(4, 48, pp=2, planner="static", cp=2), DENSE),
+    (Layout(4, 48, pp=2, ep=2), MOE),
+    (Layout(8, 24, pp=2, ep=4), BIASED),
+    (Layout(2, 96, pp=2, vpp=2), deep(DENSE)),
+    (Layout(4, 48, pp=2, vpp=2), deep(DENSE)),
+    (Layout(4, 48, pp=2, vpp=2), deep(TIED)),
+    # Two layers a stage, so that one of them is recomputed from the other.
+    (Layout(4, 48, pp=2, recompute=FULL), deep(DENSE)),
+    (Layout(4, 48, pp=2, vpp=2, recompute=FULL), deep(DENSE)),
+    (Layout(4, 48, pp=2, ep=2, recompute=EXPERTS_AGAIN), MOE),
+]
+
+
+@pytest.mark.parametrize(("layout", "config"), PIPELINES, ids=name_of)
+def test_pipelines(layout, config):
+    check(layout, config)
+
+
+@pytest.mark.parametrize("config", [MOE, BIASED], ids=name_of)
+def test_steps_that_fill_up_virtual_stages_add_nothing(config):
+    found = check(Layout(4, 48, pp=2, vpp=2, ep=2), deep(config))
+    # Groups of two: an odd number of steps is filled up.
+    assert any(num_steps % 2 for num_steps in found["num_steps"])
+
+
+MTP_UNTIED = [replace(DENSE, mtp_num_layers=depths) for depths in (1, 2)]
+MTP_TIED = [replace(config, tie_word_embeddings=True) for config in MTP_UNTIED]
+MTP = [
+    (Layout(1, 96), MTP_UNTIED[1]),
+    (Layout(4, 24), MTP_UNTIED[0]),
+    (Layout(4, 24), MTP_TIED[1]),
+    (Layout(4, 48, planner="static", cp=2), MTP_TIED[0]),
+    (Layout(4, 24, planner="static", cp=4), MTP_UNTIED[1]),
+    (Layout(2, 96, tp=2), MTP_TIED[0]),
+    (Layout(4, 48, tp=2, sequence_parallel=True), MTP_UNTIED[1]),
+    (Layout(8, 48, tp=2, sequence_parallel=True), MTP_TIED[1]),
+    (Layout(4, 24, recompute=FULL), MTP_UNTIED[1]),
+    (Layout(2, 48, recompute=MLP_AGAIN), MTP_TIED[0]),
+    (Layout(4, 24, ep=2), replace(MOE, mtp_num_layers=1)),
+    (Layout(4, 48, tp=2, sequence_parallel=True, ep=2), replace(MOE, mtp_num_layers=2)),
+    (Layout(4, 24, ep=2, recompute=FULL), replace(BIASED, mtp_num_layers=1)),
+    (Layout(4, 24, ep=4), replace(GATHERED, mtp_num_layers=1)),
+    (Layout(4, 48, pp=2), MTP_UNTIED[1]),
+    (Layout(4, 48, pp=2), MTP_TIED[1]),
+    (Layout(8, 48, pp=2, tp=2, sequence_parallel=True), MTP_TIED[0]),
+    (Layout(4, 48, pp=2, ep=2), replace(MOE, mtp_num_layers=1)),
+    (Layout(4, 48, pp=2, vpp=2), deep(MTP_UNTIED[0])),
+    (Layout(4, 48, pp=2, vpp=2, recompute=FULL), deep(MTP_TIED[1])),
+]
+
+
+@pytest.mark.parametrize(("layout", "config"), MTP, ids=name_of)
+def test_multi_token_prediction(layout, config):
+    check(layout, config)
+
+
+# Most ranks have no target at the second depth; the third step has none further on, the last none.
+SHORT = ((1, 9, 2, 3, 1), (2, 3, 7, 1), (1, 2, 2, 1), (1, 1))
+# Attention to a single token gives queries and keys a gradient of nothing but rounding.
+ALONE = {"mtp_num_layers": 2, "qk_layernorm": False}
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "lengths"),
+    [
+        (Layout(4, 12), replace(DENSE, **ALONE), SHORT),
+        (Layout(4, 12, planner="static", cp=4), replace(DENSE, **ALONE), SHORT),
+        (Layout(4, 12, ep=2), replace(MOE, **ALONE), SHORT[:3]),
+    ],
+    ids=name_of,
+)
+def test_multi_token_prediction_without_targets(layout, config, lengths):
+    depths = [list(losses.values()) for losses in check(layout, config, lengths)["mtp_losses"]]
+    assert all(depths[0])
+    assert depths[2:] == [[0.0, 0.0]] * (len(lengths) - 2)
+
+
+PADDED = [
+    (Layout(1, 96, bucket=32), DENSE),
+    (Layout(1, 128, length=128), DENSE),
+    (Layout(2, 60, bucket=20), DENSE),
+    (Layout(2, 96, tp=2, bucket=16), DENSE),
+    (Layout(4, 24, bucket=8), DENSE),
+    (Layout(4, 64, length=48), DENSE),
+    (Layout(4, 48, tp=2, bucket=6), DENSE),
+    (Layout(4, 24, ep=2, bucket=8), MOE),
+    (Layout(4, 24, ep=2, bucket=8), GATHERED),
+    (Layout(4, 48, tp=2, sequence_parallel=True, ep=2, bucket=16), BIASED),
+    (Layout(4, 48, pp=2, bucket=16), DENSE),
+    (Layout(4, 48, pp=2, vpp=2, bucket=16), deep(DENSE)),
+]
+
+
+@pytest.mark.parametrize(("layout", "config"), PADDED, ids=name_of)
+def test_packs_that_are_padded_to_buckets_or_one_length(layout, config):
+    check(layout, config)
+
+
+# Rows of routes that the zigzag, a sequence-parallel slice or padding shifts fail here.
+REPLAYED = [
+    (Layout(1, 96), MOE),
+    (Layout(2, 48, ep=2), MOE),
+    (Layout(4, 24, ep=2), GATHERED),
+    (Layout(4, 48, tp=2, sequence_parallel=True, ep=2), MOE),
+    (Layout(4, 48, tp=2, sequence_parallel=True, ep=2), GATHERED),
+    (Layout(4, 48, ep=4, planner="static", cp=2), BIASED),
+    (Layout(4, 24, ep=2, recompute=FULL), MOE),
+    (Layout(4, 24, ep=2, recompute=EXPERTS_AGAIN), BIASED),
+    (Layout(4, 48, pp=2, ep=2, recompute=FULL), MOE),
+    (Layout(8, 48, pp=2, tp=2, sequence_parallel=True), MOE),
+    (Layout(4, 48, pp=2, vpp=2, ep=2), deep(MOE)),
+]
+
+
+@pytest.mark.parametrize(("layout", "config"), REPLAYED, ids=name_of)
+def test_given_routes(layout, config):
+    check(layout, replaying(config))

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.cpu_mode import disable_cpu_mode, enable_cpu_mode
@@ -90,18 +92,26 @@ class ParallelContext:
                 self._destroy_groups()
         finally:
             parallel_state.destroy_model_parallel()
+            _reset_megatron_classes()
             disable_cpu_mode()
 
     def _destroy_groups(self) -> None:
         self.cp_groups.destroy()
-        # A cache over all instances, keyed by CP group: it would keep groups, threads and sockets.
-        RotaryEmbedding.forward.cache_clear()
         # Megatron-Core forgets its groups and leaves them open; one is not in the collection.
         groups = [self.host_group, *vars(self.pg_collection).values()]
         groups.append(parallel_state.get_tensor_and_data_parallel_group(check_initialized=False))
         for group in {id(group): group for group in groups}.values():
             if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+
+
+def _reset_megatron_classes() -> None:
+    """Puts back what Megatron-Core keeps of a run in its classes."""
+    # A cache over all instances, keyed by CP group: it would keep groups, threads and sockets.
+    RotaryEmbedding.forward.cache_clear()
+    # Pipelines leave scales of shape [1], which the next run without them cannot use.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
 
 
 def setup_parallel(
