@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +15,11 @@ from lightning_dcp.planning import (
     QWEN3_30B_A3B,
     CostModel,
     MeasuredMicroBatch,
-    cost_model_from_json,
-    cost_model_to_json,
     fit_cost_model,
     predict,
     r_squared,
 )
+from lightning_dcp.planning.cost.calibration_file import Calibration, read_calibration
 
 TRUTH = replace(CostModel.from_sizes(QWEN3_30B_A3B, H200, ep_size=8), thin_rows=100.0)
 BASE = CostModel(thin_rows=100.0, model="small")
@@ -117,41 +117,73 @@ def test_a_measurement_that_cannot_be(change: dict, message: str) -> None:
 # The file
 
 
-def test_a_file_gives_the_same_model_back() -> None:
-    model = CostModel.from_sizes(LLAMA_8B, H200)
-    assert cost_model_from_json(cost_model_to_json(model)) == model
-    assert cost_model_from_json(cost_model_to_json(model), model=LLAMA_8B) == model
+def calibration(**changes: object) -> Calibration:
+    return Calibration(**{
+        "cost_model": CostModel.from_sizes(LLAMA_8B, H200), "model": LLAMA_8B, "num_ranks": 2,
+        "tensor_model_parallel_size": 1, "precision": "32-true", "memory_bytes": 1e9,
+        "r_squared": 0.9, "machine": {"name": "some"},
+    } | changes)  # fmt: skip
 
 
-def test_a_file_of_another_model() -> None:
-    text = cost_model_to_json(CostModel.from_sizes(LLAMA_8B, H200))
-    with pytest.raises(ValueError, match=f"my.json is for the model {LLAMA_8B.fingerprint}, but"):
-        cost_model_from_json(text, model=QWEN3_30B_A3B, source="my.json")
-    with pytest.raises(ValueError, match=r"for the model \(unknown\)"):
-        cost_model_from_json(cost_model_to_json(CostModel()), model=QWEN3_30B_A3B)
+def read(folder: Path, text: str, **options: object) -> Calibration:
+    path = folder / "c.json"
+    path.write_text(text)
+    return read_calibration(str(path), **options)
+
+
+def test_a_file_gives_the_same_calibration_back(tmp_path: Path) -> None:
+    assert read(tmp_path, calibration().to_json()) == calibration()
+    assert read(tmp_path, calibration().to_json(), model=LLAMA_8B, tp_size=1) == calibration()
+
+
+def test_a_file_of_another_model_or_tensor_parallel_size(tmp_path: Path) -> None:
+    text = calibration().to_json()
+    with pytest.raises(ValueError, match=r"c.json is the calibration of another model: num_layers"):
+        read(tmp_path, text, model=QWEN3_30B_A3B)
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=1, this is for 2"):
+        read(tmp_path, text, tp_size=2)
+    changed = calibration(cost_model=CostModel()).to_json()
+    with pytest.raises(ValueError, match=r"is for the model \(unknown\), .* changed by hand"):
+        read(tmp_path, changed)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_a_file_of_another_version(version: object) -> None:
-    content = json.loads(cost_model_to_json(CostModel())) | {"format_version": version}
-    with pytest.raises(ValueError, match=f"format_version={version!r}, this release reads 1"):
-        cost_model_from_json(json.dumps(content))
+def test_a_file_of_another_version(version: object, tmp_path: Path) -> None:
+    content = json.loads(calibration().to_json())
+    for changed in (
+        content | {"format_version": version},
+        content | {"cost_model": content["cost_model"] | {"format_version": version}},
+    ):
+        with pytest.raises(ValueError, match=f"format_version={version!r}, this release reads 1"):
+            read(tmp_path, json.dumps(changed))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "c.json is no JSON"),
-        ("[1]", "c.json holds a list"),
-        ('{"format_version": 1, "speed": 3}', r"missing \['activation_.* unknown \['speed'\]"),
+        ("{", r"c.json is no JSON"),
+        ("[1]", r"c.json is no calibration: .* found no object"),
+        ('{"kind": "plan"}', r"c.json is no calibration: .* found kind='plan'"),
+        (
+            '{"kind": "lightning-dcp calibration", "format_version": 1, "speed": 3}',
+            r"missing \['cost_model.* unknown \['speed'\]",
+        ),
     ],
 )
-def test_a_file_that_is_none(text: str, message: str) -> None:
+def test_a_file_that_is_none(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        cost_model_from_json(text, source="c.json")
+        read(tmp_path, text)
 
 
-def test_a_file_with_a_figure_that_cannot_be() -> None:
-    content = json.loads(cost_model_to_json(CostModel())) | {"overlap": -1.0}
-    with pytest.raises(ValueError, match=r"c.json: overlap=-1.0"):
-        cost_model_from_json(json.dumps(content), source="c.json")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"overlap": -1.0}, r"c.json: overlap=-1.0"),
+        ({"speed": 3}, r"missing \[\], unknown \['speed'\]"),
+    ],
+)
+def test_a_file_with_a_figure_that_cannot_be(change: dict, message: str, tmp_path: Path) -> None:
+    content = json.loads(calibration().to_json())
+    content["cost_model"] |= change
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, json.dumps(content))

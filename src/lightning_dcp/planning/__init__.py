@@ -6,8 +6,6 @@ from lightning_dcp.planning.api import PLANNERS, Planner, make_plan, plan_global
 from lightning_dcp.planning.bound import lower_bound
 from lightning_dcp.planning.cost.calibration import (
     MeasuredMicroBatch,
-    cost_model_from_json,
-    cost_model_to_json,
     fit_cost_model,
     predict,
     r_squared,
@@ -45,9 +43,7 @@ __all__ = [
     "Planner",
     "Step",
     "complete",
-    "cost_model_from_json",
     "cost_model_of_run",
-    "cost_model_to_json",
     "draw_plan",
     "evaluate",
     "execution_of",

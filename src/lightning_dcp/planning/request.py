@@ -107,16 +107,13 @@ class PlanSettings:
         )
 
     def limits(self) -> str:
-        """The cap, and what else keeps sequences from it, for errors."""
+        """What else than the cap limits sequences, for errors."""
         padding = "".join(
             f" and {f.name}={getattr(self.padding, f.name)}"
             for f in fields(self.padding)
             if getattr(self.padding, f.name)
         )
-        return (
-            f"max_seqlen_per_dp_cp_rank={self.max_seqlen_per_dp_cp_rank} rows with tp_size="
-            f"{self.tp_size}{padding}"
-        )
+        return f"tp_size={self.tp_size}{padding}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +276,8 @@ class PlanRequest:
             if length > most:
                 raise ValueError(
                     f"sample {sample} has length {length}, but at most {most} tokens fit "
-                    f"{s.num_ranks} DPxCP ranks of {s.limits()}; raise "
+                    f"{s.num_ranks} DPxCP ranks of max_seqlen_per_dp_cp_rank="
+                    f"{s.max_seqlen_per_dp_cp_rank} rows with {s.limits()}; raise "
                     "max_seqlen_per_dp_cp_rank, use more ranks, or shorten the sequence, e.g. by "
                     "max_length of the DataModule"
                 )
@@ -295,6 +293,7 @@ class PlanRequest:
             f"{shown}{' and others' if len(unit) > 8 else ''}; they take "
             f"{int(self.row_table[-1, where])} rows a rank on the whole pool of {self.num_ranks} "
             f"DPxCP ranks after padding, but at most {self.capacity[self.num_ranks]} fit "
+            f"max_seqlen_per_dp_cp_rank={self.settings.max_seqlen_per_dp_cp_rank} with "
             f"{self.settings.limits()}; raise "
             "max_seqlen_per_dp_cp_rank, use more ranks, or shorten these samples"
         )

@@ -1,11 +1,10 @@
-"""Cost models from measured micro-batches, and the file that keeps them."""
+"""Cost models from measured micro-batches."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -13,10 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.config.checks import check_at_least
-from lightning_dcp.config.model_sizes import ModelSizes
 from lightning_dcp.planning.cost.model import CostModel
-
-FORMAT_VERSION = 1
 
 # The fields that are fitted, in the order of the columns of :func:`_features`.
 _FITTED = (
@@ -110,52 +106,6 @@ def r_squared(cost_model: CostModel, measured: Sequence[MeasuredMicroBatch]) -> 
         raise ValueError(f"{len(measured)} measured micro-batches all took the same time")
     error = float(((seconds - predict(cost_model, measured)) ** 2).sum())
     return 1.0 - error / variance
-
-
-def cost_model_to_json(cost_model: CostModel) -> str:
-    """The text of a cost-model file."""
-    return json.dumps({"format_version": FORMAT_VERSION, **asdict(cost_model)}, indent=2) + "\n"
-
-
-def cost_model_from_json(
-    text: str, *, model: ModelSizes | None = None, source: str = "the cost-model file"
-) -> CostModel:
-    """Reads the text of a cost-model file.
-
-    Args:
-        text: What :func:`cost_model_to_json` wrote.
-        model: The model that it is going to be used for; not checked if not given.
-        source: Name of the file, for errors.
-
-    Raises:
-        ValueError: The text is no such file, has another format version, or is for another model.
-    """
-    try:
-        content: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source} is no JSON: {error}; write one with calibrate") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{source} holds a {type(content).__name__}; it must hold a JSON object")
-    version = content.pop("format_version", None)
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{source} has format_version={version!r}, this release reads {FORMAT_VERSION}: "
-            "calibrate again"
-        )
-    names = {f.name for f in fields(CostModel)}
-    if content.keys() != names:
-        missing, unknown = sorted(names - content.keys()), sorted(content.keys() - names)
-        raise ValueError(f"{source}: missing {missing}, unknown {unknown}: calibrate again")
-    try:
-        cost_model = CostModel(**content)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source}: {error}") from error
-    if model is not None and cost_model.model != model.fingerprint:
-        raise ValueError(
-            f"{source} is for the model {cost_model.model or '(unknown)'}, but this one is "
-            f"{model.fingerprint}: {model}; calibrate with this model"
-        )
-    return cost_model
 
 
 def _lengths(one: MeasuredMicroBatch) -> NDArray[np.int64]:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_dcp.planning import (
-    CostModel,
-    ModelSizes,
-    cost_model_from_json,
-    cost_model_to_json,
-)
+from lightning_dcp.config.model_sizes import ModelSizes
+from lightning_dcp.planning.cost.model import CostModel
 
 FORMAT_VERSION = 1
 _KIND = "lightning-dcp calibration"
-_KEYS = {
-    "kind", "format_version", "cost_model", "model", "num_ranks", "tensor_model_parallel_size",
-    "precision", "memory_bytes", "r_squared", "machine",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +59,10 @@ class Calibration:
 
     def to_json(self) -> str:
         """The text of the file."""
-        content = {
-            "kind": _KIND,
-            "format_version": FORMAT_VERSION,
-            "cost_model": json.loads(cost_model_to_json(self.cost_model)),
-            "model": asdict(self.model),
-            "num_ranks": self.num_ranks,
-            "tensor_model_parallel_size": self.tensor_model_parallel_size,
-            "precision": self.precision,
-            "memory_bytes": self.memory_bytes,
-            "r_squared": self.r_squared,
-            "machine": dict(self.machine),
-        }
+        version = {"format_version": FORMAT_VERSION}
+        content = {"kind": _KIND, **version, **asdict(self)}
+        # The cost model once was a file of its own: it has a version too.
+        content["cost_model"] = version | content["cost_model"]
         return json.dumps(content, indent=2) + "\n"
 
 
@@ -97,10 +81,10 @@ def read_calibration(
             or it is for another model or tensor-parallel size.
     """
     content = _read(path)
-    cost_model = cost_model_from_json(json.dumps(content["cost_model"]), source=path)
+    _check_fields(content["cost_model"], CostModel, path)
     try:
         calibration = Calibration(
-            cost_model=cost_model,
+            cost_model=CostModel(**content["cost_model"]),
             model=ModelSizes(**content["model"]),
             num_ranks=int(content["num_ranks"]),
             tensor_model_parallel_size=int(content["tensor_model_parallel_size"]),
@@ -111,11 +95,11 @@ def read_calibration(
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}; calibrate again") from error
-    measured = calibration.model
-    if measured.fingerprint != cost_model.model:
+    measured, priced = calibration.model, calibration.cost_model.model
+    if measured.fingerprint != priced:
         raise ValueError(
-            f"{path}: its cost model is for the model {cost_model.model}, but the sizes in it are "
-            f"those of {measured.fingerprint}: it was changed by hand; calibrate again"
+            f"{path}: its cost model is for the model {priced or '(unknown)'}, but the sizes in "
+            f"it are those of {measured.fingerprint}: it was changed by hand; calibrate again"
         )
     if model is not None and model != measured:
         raise ValueError(
@@ -144,16 +128,25 @@ def _read(path: str) -> dict[str, Any]:
             f"{path} is no calibration: it must hold a JSON object with kind={_KIND!r}, found "
             f"{found}; write one with lightning-dcp calibrate"
         )
-    version = content.get("format_version")
+    del content["kind"]
+    _check_fields(content, Calibration, path)
+    return content
+
+
+def _check_fields(content: Any, kind: type[CostModel | Calibration], path: str) -> None:
+    """Takes the version out of an object of the file, which must hold the fields of ``kind``."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
+    version = content.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format_version={version!r}, this release reads {FORMAT_VERSION}: "
             "calibrate again"
         )
-    if content.keys() != _KEYS:
-        missing, unknown = sorted(_KEYS - content.keys()), sorted(content.keys() - _KEYS)
+    names = {f.name for f in fields(kind)}
+    if content.keys() != names:
+        missing, unknown = sorted(names - content.keys()), sorted(content.keys() - names)
         raise ValueError(f"{path}: missing {missing}, unknown {unknown}: calibrate again")
-    return content
 
 
 def _differences(measured: ModelSizes, used: ModelSizes) -> str:

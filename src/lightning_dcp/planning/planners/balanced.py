@@ -10,6 +10,7 @@ from itertools import zip_longest
 from lightning_dcp.planning.bound import lower_bound
 from lightning_dcp.planning.plan import Step
 from lightning_dcp.planning.planners.draft import Draft, make_draft
+from lightning_dcp.planning.planners.local_search import improve
 from lightning_dcp.planning.planners.longest_sequence import longest_sequence_packs_below
 from lightning_dcp.planning.planners.megatron import plan_megatron_if_quick
 from lightning_dcp.planning.planners.packs import (
@@ -29,6 +30,9 @@ _GOOD = 0.97
 # together. For more samples, a few attempts keep planning at some 10 microseconds a sample; there
 # the first ones are good, since micro-batches that take about equal times are easy to find.
 _FEW_SAMPLES, _MOST_ATTEMPTS, _SAMPLES_IN_ATTEMPTS, _FEW_ATTEMPTS = 300, 60, 9000, 4
+# With fewer samples a rank, whole samples make the difference: a local search starts where the
+# bound is less than this part of the time.
+_FEW_A_RANK, _POOR = 4, 0.95
 # An estimate this much below another is taken for better.
 _CLEARLY = 0.99
 # Limits on the time of a sample that are estimated, as powers of two: for few samples and many.
@@ -80,6 +84,8 @@ def _candidates(request: PlanRequest, bound: float) -> Iterator[list[list[Pack]]
     yield draft.packs
     yield from longest_sequence_packs_below(request, draft.seconds)
     yield from static_packs_below(request, draft.seconds)
+    if len(request.lengths) < _FEW_A_RANK * request.num_ranks and bound < _POOR * draft.seconds:
+        yield improve(request, draft.packs)
 
 
 def _laid_out(

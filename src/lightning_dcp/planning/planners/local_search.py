@@ -1,0 +1,170 @@
+"""Local search for few samples: groups of a step are joined and split, samples change steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations, count, permutations, product
+from typing import NamedTuple
+
+from lightning_dcp.planning.planners.packs import Pack, makespan
+from lightning_dcp.planning.request import PlanRequest
+
+# Looks at a sample and a micro-batch for it, in all, some 10 ms of planning; and what dealing
+# samples costs beside them.
+_MOST_LOOKS, _LOOKS_OF_CALL = 100_000, 100
+# Seconds, as a part of a plan's, that are no gain but rounding.
+_ROUNDING = 1e-9
+
+
+class _Step(NamedTuple):
+    """A step and its makespan; no packs and 0 seconds if it has no samples."""
+
+    seconds: float
+    packs: list[Pack]
+
+    @property
+    def samples(self) -> list[int]:
+        return [i for pack in self.packs for i in pack.sample_ids]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sorted((pack.size for pack in self.packs), reverse=True))
+
+
+_EMPTY, _IMPOSSIBLE = _Step(0.0, []), _Step(math.inf, [])
+
+type _Move = tuple[int, int, _Step, _Step]
+
+
+def improve(request: PlanRequest, steps: Sequence[list[Pack]]) -> list[list[Pack]]:
+    """Steps that take no more time in lockstep than those at hand.
+
+    Moves, each kept if all steps together get quicker: groups of a step are joined or split and its
+    samples dealt again by LPT; two steps become one; a sample goes to another step, or changes
+    places with one of another step.
+
+    Args:
+        request: The planning request.
+        steps: The packs of each step; their sizes add up to the pool.
+    """
+    return _Search(request).run([_Step(makespan(request, [packs]), packs) for packs in steps])
+
+
+class _Search:
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self.looks = _MOST_LOOKS
+        self.dealt: dict[tuple[frozenset[int], tuple[int, ...]], _Step] = {}
+
+    def run(self, steps: list[_Step]) -> list[list[Pack]]:
+        steps = [self._regrouped(step, step.samples, step.sizes, depth=2) for step in steps]
+        while True:
+            steps.sort(key=lambda step: -step.seconds)
+            for a, b, new_a, new_b in self._moves(steps):
+                if self.looks < 0:
+                    return [step.packs for step in steps]
+                before = steps[a].seconds + steps[b].seconds
+                if new_a.seconds + new_b.seconds < before * (1 - _ROUNDING):
+                    kept = [step for k, step in enumerate(steps) if k not in (a, b)]
+                    changed = [step for step in (new_a, new_b) if step.packs]
+                    steps = kept + [
+                        self._regrouped(step, step.samples, step.sizes, depth=2) for step in changed
+                    ]
+                    break
+            else:
+                return [step.packs for step in steps]
+
+    def _moves(self, steps: list[_Step]) -> Iterator[_Move]:
+        """What two steps could become, those that take the longest first."""
+        number = len(steps)
+        for a, b in combinations(range(number), 2):
+            both = steps[a].samples + steps[b].samples
+            yield a, b, self._dealt(both, steps[a].sizes), _EMPTY
+        for a, b in permutations(range(number), 2):
+            for one in steps[a].samples:
+                ours = [i for i in steps[a].samples if i != one]
+                left = self._dealt(ours, steps[a].sizes) if ours else _EMPTY
+                if left.seconds < steps[a].seconds:
+                    yield a, b, left, self._dealt([*steps[b].samples, one], steps[b].sizes)
+        for a, b in combinations(range(number), 2):
+            for one, other in product(steps[a].samples, steps[b].samples):
+                ours = [other if i == one else i for i in steps[a].samples]
+                theirs = [one if i == other else i for i in steps[b].samples]
+                new_a = self._dealt(ours, steps[a].sizes)
+                yield a, b, new_a, self._dealt(theirs, steps[b].sizes)
+
+    def _longest_first(self, samples: list[int]) -> list[int]:
+        return sorted(samples, key=lambda i: (-self.request.lengths[i], i))
+
+    def _dealt(self, samples: list[int], sizes: tuple[int, ...]) -> _Step:
+        """The samples on groups of these sizes or similar ones."""
+        key = frozenset(samples), sizes
+        # Most pairs of steps are as they were before the last move.
+        if key not in self.dealt:
+            first = self._lpt(samples, sizes)
+            self.dealt[key] = self._regrouped(first, samples, sizes, depth=1)
+        return self.dealt[key]
+
+    def _regrouped(
+        self, step: _Step, samples: list[int], sizes: tuple[int, ...], *, depth: int
+    ) -> _Step:
+        """The step with groups joined and split, ``depth`` at a time, while that is quicker."""
+        gained = True
+        while gained:
+            gained = False
+            near: dict[tuple[int, ...], None] = {sizes: None}
+            for _ in range(depth):
+                near = dict.fromkeys(n for one in near for n in self._regroupings(one))
+                tried = ((self._lpt(samples, n), n) for n in near if self.looks > 0)
+                found = min(tried, key=lambda f: f[0].seconds, default=None)
+                if found and found[0].seconds < step.seconds * (1 - _ROUNDING):
+                    (step, sizes), gained = found, True
+                    break
+        return step
+
+    def _regroupings(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Sizes, largest first, with two groups joined or one split in halves."""
+        num_ranks = self.request.num_ranks
+        for size in sorted(set(sizes)):
+            rest = list(sizes)
+            rest.remove(size)
+            if size & (size - 1):
+                # A pool that is no power of two, as the powers of two that add up to it.
+                yield tuple(1 << k for k in reversed(range(size.bit_length())) if size >> k & 1)
+            elif size > 1:
+                yield tuple(sorted([*rest, size // 2, size // 2], reverse=True))
+            if size in rest and 2 * size in self.request.rows:
+                rest.remove(size)
+                yield tuple(sorted([*rest, 2 * size], reverse=True))
+        yield (num_ranks,)
+
+    def _lpt(self, samples: list[int], sizes: tuple[int, ...]) -> _Step:
+        """Longest sample first, each to the group that is done with it first.
+
+        The time is infinite where a sample finds no rows, or there are fewer samples than groups.
+        """
+        request = self.request
+        self.looks -= _LOOKS_OF_CALL + len(samples) * len(sizes)
+        if self.looks < 0:
+            return _IMPOSSIBLE
+        load, slack = [request.fixed[s] for s in sizes], [request.capacity[s] for s in sizes]
+        tables = [(request.times[s], request.rows[s]) for s in sizes]
+        members: list[list[int]] = [[] for _ in sizes]
+        num_empty = len(sizes)
+        for left, i in zip(count(len(samples), -1), self._longest_first(samples), strict=False):
+            best, least = -1, math.inf
+            for b, (times, rows) in enumerate(tables):
+                # The last samples are for the groups that have none.
+                if left <= num_empty and members[b]:
+                    continue
+                if load[b] + times[i] < least and rows[i] <= slack[b]:
+                    best, least = b, load[b] + times[i]
+            if best < 0 or left < num_empty:
+                return _IMPOSSIBLE
+            num_empty -= not members[best]
+            load[best] = least
+            slack[best] -= tables[best][1][i]
+            members[best].append(i)
+        packs = [Pack(size, tuple(ids)) for size, ids in zip(sizes, members, strict=True)]
+        return _Step(makespan(request, [packs]), packs)
