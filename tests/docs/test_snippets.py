@@ -216,6 +216,40 @@ def moments_of_later_fits() -> tuple[float, float]:
     return tuple(float(next(one.model.parameters()).flatten()[0]) for one in (looped, once))
 
 
+class Sampler:
+    """Gives one batch again and again, and notes after how many steps each was asked for."""
+
+    def __init__(self, run: Any):
+        self.run, self.steps = run, []
+        (self.batch,) = trainers.batches(1).train
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.steps.append(self.run.global_step)
+        return self.batch
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return (self.sampler[index] for index in range(3))
+
+
+def when_batches_are_asked_for() -> dict[str, list[int]]:
+    found = {}
+    for kind in ("with a length", "without"):
+        run = trainers.trainer()
+        sampler = Sampler(run)
+        data = sampler if kind == "with a length" else Endless(sampler)
+        run.fit(trainers.module(), torch.utils.data.DataLoader(data, batch_size=None))
+        found[kind] = sampler.steps
+    return found
+
+
 def run_script(page: str, folder: str) -> str:
     path = Path(folder) / f"{page}.{os.environ['RANK']}.py"
     path.write_text(script_of(page))
@@ -232,6 +266,7 @@ def everything(folder: str) -> dict[str, Any]:
         "logged": logged_names(folder),
         "scheduler": scheduler_of_step_lr(),
         "fits": moments_of_later_fits(),
+        "asked": when_batches_are_asked_for(),
         "reinforcement": run_script("reinforcement-learning.md", folder),
     }
 
@@ -277,6 +312,11 @@ def test_a_loader_that_samples_learns(on_two_processes):
     (line,) = lines  # Both ranks sampled the same.
     first, last = map(float, re.findall(r"\d\.\d\d", line))
     assert last > first + 0.2
+
+
+def test_a_loader_with_a_length_is_asked_after_the_step(on_two_processes):
+    for found in on_two_processes:
+        assert found["asked"] == {"with a length": [0, 1, 2], "without": [0, 0, 1]}
 
 
 def test_a_loop_of_fits_forgets_adams_moments(on_two_processes):
