@@ -13,7 +13,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -31,6 +30,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 import lightning_dcp as dcp
 import trainers
+from command_line import run
 from distributed import run_distributed
 from lightning_dcp.cli import main
 
@@ -327,17 +327,16 @@ def test_a_loop_of_fits_forgets_adams_moments(on_two_processes):
 # -- processes of their own -------------------------------------------------------------------
 
 
-def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, text=True, capture_output=True, timeout=600)
+def output_of(*command: str, cwd: Path) -> str:
+    done = run(*command, cwd=cwd)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
-@pytest.mark.timeout(900)
 def test_the_loop_without_lightning_runs_under_torchrun(tmp_path):
     (tmp_path / "loop.py").write_text(script_of("engine.md"))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    out = run(*torchrun, "--nproc-per-node", "2", "loop.py", cwd=tmp_path)
+    out = output_of(*torchrun, "--nproc-per-node", "2", "loop.py", cwd=tmp_path)
     losses = [float(one) for one in re.findall(r"step \d+ loss (\S+)", out)]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 1
@@ -346,7 +345,6 @@ def test_the_loop_without_lightning_runs_under_torchrun(tmp_path):
     assert sizes == {"1", "2"}
 
 
-@pytest.mark.timeout(900)
 def test_the_notebooks_cell_runs_and_what_the_page_says_is_so(tmp_path):
     (cell,) = blocks("notebooks.md")
     more = """
@@ -355,7 +353,7 @@ print("untrained", new_trainer().validate(model, data, verbose=False))
 print("predicted", new_trainer().predict(model, data))
 """
     (tmp_path / "cell.py").write_text(cell + more)
-    out = run(sys.executable, "cell.py", cwd=tmp_path)
+    out = output_of(sys.executable, "cell.py", cwd=tmp_path)
     assert "model None" in out
     assert "train_loss" in out
     assert "predicted None" in out
