@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, count, permutations, product
 from typing import NamedTuple
 
-from lightning_dcp.planning.planners.packs import Pack, makespan
+from lightning_dcp.planning.planners.packs import Pack, TimedPacks, makespan
 from lightning_dcp.planning.request import PlanRequest
 
 # Looks at a sample and a micro-batch for it, in all, some 10 ms of planning; and what dealing
@@ -37,7 +37,7 @@ _EMPTY, _IMPOSSIBLE = _Step(0.0, []), _Step(math.inf, [])
 type _Move = tuple[int, int, _Step, _Step]
 
 
-def improve(request: PlanRequest, steps: Sequence[list[Pack]]) -> list[list[Pack]]:
+def improve(request: PlanRequest, steps: Sequence[list[Pack]]) -> TimedPacks:
     """Steps that take no more time in lockstep than those at hand.
 
     Moves, each kept if all steps together get quicker: groups of a step are joined or split and its
@@ -48,7 +48,9 @@ def improve(request: PlanRequest, steps: Sequence[list[Pack]]) -> list[list[Pack
         request: The planning request.
         steps: The packs of each step; their sizes add up to the pool.
     """
-    return _Search(request).run([_Step(makespan(request, [packs]), packs) for packs in steps])
+    timed = [_Step(makespan(request, [packs]), packs) for packs in steps]
+    better = _Search(request).run(timed)
+    return [step.packs for step in better], math.fsum(step.seconds for step in better)
 
 
 class _Search:
@@ -57,13 +59,13 @@ class _Search:
         self.looks = _MOST_LOOKS
         self.dealt: dict[tuple[frozenset[int], tuple[int, ...]], _Step] = {}
 
-    def run(self, steps: list[_Step]) -> list[list[Pack]]:
+    def run(self, steps: list[_Step]) -> list[_Step]:
         steps = [self._regrouped(step, step.samples, step.sizes, depth=2) for step in steps]
         while True:
             steps.sort(key=lambda step: -step.seconds)
             for a, b, new_a, new_b in self._moves(steps):
                 if self.looks < 0:
-                    return [step.packs for step in steps]
+                    return steps
                 before = steps[a].seconds + steps[b].seconds
                 if new_a.seconds + new_b.seconds < before * (1 - _ROUNDING):
                     kept = [step for k, step in enumerate(steps) if k not in (a, b)]
@@ -73,7 +75,7 @@ class _Search:
                     ]
                     break
             else:
-                return [step.packs for step in steps]
+                return steps
 
     def _moves(self, steps: list[_Step]) -> Iterator[_Move]:
         """What two steps could become, those that take the longest first."""
