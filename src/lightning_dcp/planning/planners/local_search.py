@@ -13,6 +13,7 @@ from lightning_dcp.planning.request import PlanRequest
 # Looks at a sample and a micro-batch for it, in all, some 10 ms of planning; and what dealing
 # samples costs beside them.
 _MOST_LOOKS, _LOOKS_OF_CALL = 100_000, 100
+_LOOKS_OF_EXCHANGE = 20
 # Seconds, as a part of a plan's, that are no gain but rounding.
 _ROUNDING = 1e-9
 
@@ -123,7 +124,38 @@ class _Search:
                 if found and found[0].seconds < step.seconds * (1 - _ROUNDING):
                     (step, sizes), gained = found, True
                     break
-        return step
+        return self._exchanged(step) if depth > 1 and step.packs else step
+
+    def _exchanged(self, step: _Step) -> _Step:
+        """The step after samples of its slowest group changed places, while that is quicker."""
+        request = self.request
+        packs = list(step.packs)
+        while True:
+            load = [request.seconds(p.sample_ids, p.size) for p in packs]
+            slow = max(range(len(packs)), key=load.__getitem__)
+            gained = False
+            for k, one in product(range(len(packs)), packs[slow].sample_ids):
+                for other in (None, *packs[k].sample_ids) if k != slow else ():
+                    self.looks -= _LOOKS_OF_EXCHANGE
+                    ours = self._with(packs[slow], one, other)
+                    theirs = self._with(packs[k], other, one)
+                    if ours and theirs and self._is_quicker(ours, theirs, load[slow]):
+                        packs[slow], packs[k], gained = ours, theirs, True
+                        break
+                if gained:
+                    break
+            if not gained or self.looks < 0:
+                return _Step(max(load), packs)
+
+    def _with(self, pack: Pack, go: int | None, come: int | None) -> Pack | None:
+        """The pack after one sample went and one came; None if it is empty or has too many rows."""
+        ids = tuple(i for i in pack.sample_ids if i != go) + (() if come is None else (come,))
+        rows = sum([self.request.rows[pack.size][i] for i in ids])
+        return Pack(pack.size, ids) if ids and rows <= self.request.capacity[pack.size] else None
+
+    def _is_quicker(self, ours: Pack, theirs: Pack, seconds: float) -> bool:
+        least = seconds * (1 - _ROUNDING)
+        return all(self.request.seconds(p.sample_ids, p.size) < least for p in (ours, theirs))
 
     def _regroupings(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Sizes, largest first, with two groups joined or one split in halves."""
