@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -50,7 +51,7 @@ def contents(steps: list[list[Pack]], lengths: list[int]) -> list[list[tuple[int
 def test_a_step_is_dealt_again() -> None:
     lengths = [6, 5, 4, 3]
     request = request_of(lengths, 2, 11)
-    better = improve(request, [[Pack(1, (0, 1)), Pack(1, (2, 3))]])
+    better, _ = improve(request, [[Pack(1, (0, 1)), Pack(1, (2, 3))]])
     assert makespan(request, better) == 9
 
 
@@ -58,21 +59,21 @@ def test_a_sample_goes_to_a_step_with_time_left() -> None:
     lengths = [5, 4, 6, 3]
     steps = [[Pack(1, (0, 1))], [Pack(1, (2,))], [Pack(1, (3,))]]
     request = request_of(lengths, 1, 9, fixed_seconds=1.0)
-    better = improve(request, steps)
+    better, _ = improve(request, steps)
     assert contents(better, lengths) == [[(1, [3, 6])], [(1, [4, 5])]]
 
 
 def test_two_samples_change_places() -> None:
     lengths = [7, 4, 6, 5]
     steps = [[Pack(1, (0,)), Pack(1, (1,))], [Pack(1, (2,)), Pack(1, (3,))]]
-    better = improve(request_of(lengths, 2, 7, hop_seconds_within=100.0), steps)
+    better, _ = improve(request_of(lengths, 2, 7, hop_seconds_within=100.0), steps)
     assert contents(better, lengths) == [[(1, [4]), (1, [5])], [(1, [6]), (1, [7])]]
 
 
 def test_two_steps_become_one() -> None:
     lengths = [8, 8, 2, 2]
     steps = [[Pack(1, (0,)), Pack(1, (1,))], [Pack(1, (2,)), Pack(1, (3,))]]
-    better = improve(request_of(lengths, 2, 10, fixed_seconds=1.0), steps)
+    better, _ = improve(request_of(lengths, 2, 10, fixed_seconds=1.0), steps)
     assert contents(better, lengths) == [[(1, [2, 8]), (1, [2, 8])]]
 
 
@@ -81,24 +82,26 @@ def test_groups_are_joined_for_a_longer_sample() -> None:
     steps = [[Pack(2, (0,))], [Pack(1, (1,)), Pack(1, (2,))]]
     request = request_of(lengths, 2, 10, fixed_seconds=4.0)
     assert makespan(request, steps) == 10 + 5
-    better = improve(request, steps)
+    better, _ = improve(request, steps)
     # 1 token takes 2 rows on each of two ranks.
     assert contents(better, lengths) == [[(2, [1, 1, 12])]]
     assert makespan(request, better) == 4 + 6 + 2 + 2
 
 
 def test_groups_are_split_where_hops_make_them_slower() -> None:
-    better = improve(request_of([8] * 4, 4, 16, hop_seconds_within=1.0), [[Pack(4, (0, 1, 2, 3))]])
+    better, _ = improve(
+        request_of([8] * 4, 4, 16, hop_seconds_within=1.0), [[Pack(4, (0, 1, 2, 3))]]
+    )
     assert sorted(better[0]) == [Pack(1, (i,)) for i in range(4)]
 
 
 def test_a_pool_that_is_no_power_of_two_is_split_in_powers_of_two() -> None:
-    better = improve(request_of([8, 4], 6, 2, hop_seconds_within=1.0), [[Pack(6, (0, 1))]])
+    better, _ = improve(request_of([8, 4], 6, 2, hop_seconds_within=1.0), [[Pack(6, (0, 1))]])
     assert contents(better, [8, 4]) == [[(2, [4]), (4, [8])]]
 
 
 def test_a_single_sample_stays() -> None:
-    assert improve(request_of([4], 4, 4), [[Pack(4, (0,))]]) == [[Pack(4, (0,))]]
+    assert improve(request_of([4], 4, 4), [[Pack(4, (0,))]]) == ([[Pack(4, (0,))]], 2.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -115,7 +118,7 @@ def test_a_plan_stays_a_plan_and_gets_no_slower(seed: int) -> None:
     request = PlanRequest(tuple(lengths), settings)
     # As poor as a plan can be: every step is one group.
     steps = [[pack] for pack in whole_pool_packs(request, range(len(lengths)))]
-    better = improve(request, steps)
+    better, seconds = improve(request, steps)
     Plan(
         steps=tuple(map(lay_out, better)),
         lengths=tuple(lengths),
@@ -123,15 +126,15 @@ def test_a_plan_stays_a_plan_and_gets_no_slower(seed: int) -> None:
         max_seqlen_per_dp_cp_rank=cap,
         planner="improve",
     ).validate()
-    assert lower_bound(request) <= makespan(request, better)
-    assert makespan(request, better) <= makespan(request, steps) * (1 + 1e-12)
-    assert improve(request, steps) == better
+    assert seconds == pytest.approx(makespan(request, better), rel=1e-12)
+    assert lower_bound(request) <= seconds <= makespan(request, steps) * (1 + 1e-12)
+    assert improve(request, steps) == (better, seconds)
 
 
 def test_local_search_makes_plans_of_few_samples_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal samples on ten ranks: groups of 8 and 2 share them more evenly than groups of 2."""
     options = {"num_ranks": 10, "max_seqlen_per_dp_cp_rank": 8192}
     plan = plan_global_batch([4096] * 16, **options)
-    monkeypatch.setattr(balanced, "improve", lambda request, packs: packs)
+    monkeypatch.setattr(balanced, "improve", lambda request, packs: (packs, math.inf))
     without = plan_global_batch([4096] * 16, **options)
     assert plan.report.predicted_seconds < 0.95 * without.report.predicted_seconds

@@ -16,7 +16,7 @@ _ROUNDINGS = (0, 1, 2, 3)
 # Prices that are tried, each so much of the last.
 _NUM_PRICES, _PRICE_STEP = 24, 0.6875
 # Steps that are bounded one by one, from the longest on.
-_NUM_LEADING = 64
+_NUM_LONGEST = 64
 
 
 # Kept for the last request: the planner asks for it, and the report of its plan.
@@ -28,7 +28,7 @@ def lower_bound(request: PlanRequest) -> float:
     ``r_i(s)`` rows and adds ``t_i(s)`` on a group of ``s`` ranks; ``f(s) = f(1) + h(s)`` is the
     fixed time of a micro-batch. Every minimum is over the sizes that hold the sample under the cap
     ``C`` (the rows that samples may take, where packs are padded further, which counts as no time);
-    ``alone_i = min_s (t_i(s) + f(s))``, ``work_i = min_s s * t_i(s)`` and
+    ``fastest_i = min_s (t_i(s) + f(s))``, ``work_i = min_s s * t_i(s)`` and
     ``space_i = min_s s * r_i(s)``.
 
     Number of steps. Call ``u`` a share if numbers that add up to at most 1 keep a sum of at most 1
@@ -46,8 +46,8 @@ def lower_bound(request: PlanRequest) -> float:
        In each step the sizes add up to ``N`` and no group is empty, so those of all samples' groups
        add up to ``N * K`` or more. With a price ``p >= 0`` of a rank (Lagrange relaxation) a plan
        takes ``K * f(1) + (sum_i min_s (w_i(s) - p * s) + p * N * K) / N`` or more.
-    2. The longest sample takes ``alone_i``, and each of ``K - 1`` other steps at least ``f(1)`` and
-       the least that any sample takes.
+    2. The longest sample takes ``fastest_i``, and each of ``K - 1`` other steps at least ``f(1)``
+       and the least that any sample takes.
     3. Samples that fit only groups of more than half the pool: a step has one such group at most,
        so these groups run one after the other.
     4. Pools that are no power of two. Groups of ``c`` ranks or more, ``c`` a power of two, but for
@@ -58,10 +58,10 @@ def lower_bound(request: PlanRequest) -> float:
        ranks: there are at most as many such steps as samples that fit one, each with the space
        ``N_c * C`` for samples that need ``c`` ranks, which limits what can be saved over the whole
        pool (a fractional knapsack). Without such samples all steps are the whole pool's.
-    5. Lockstep only. The step of the sample with the largest ``alone_i`` lasts that long, and holds
-       no more work of other samples than fits its space (a knapsack again); the rest of the work
-       and of the fixed times is left for the other steps.
-    6. Lockstep only. Samples with ``alone_i > a`` need ``ceil(space / (N * C))`` steps, each of
+    5. Lockstep only. The step of the sample with the largest ``fastest_i`` lasts that long, and
+       holds no more work of other samples than fits its space (a knapsack again); the rest of the
+       work and of the fixed times is left for the other steps.
+    6. Lockstep only. Samples with ``fastest_i > a`` need ``ceil(space / (N * C))`` steps, each of
        which lasts longer than ``a``: this bounds the longest step, the two longest and so on. The
        ``m`` longest hold no more work than fits their space; the other steps do the rest. Work is
        that of 1: ``min_s w_i(s)`` of each sample, so that the rest pays for its groups as well.
@@ -78,10 +78,10 @@ def lower_bound(request: PlanRequest) -> float:
     num_steps, cost, share = _costs(request, tables, shares)
     bounds = [_priced(request, tables, cost, num_steps)]
     bounds += [_longest(request, tables, num_steps), _exclusive(request, tables)]
-    bounds.append(_layout(request, tables, [*shares, share]))
+    bounds.append(_odd_pool(request, tables, [*shares, share]))
     if request.settings.execution == "lockstep":
         bounds.append(_longest_step(request, tables, num_steps))
-        bounds.append(_leading_steps(request, tables, cost.min(axis=0), num_steps))
+        bounds.append(_longest_steps(request, tables, cost.min(axis=0), num_steps))
     # A sum of rounded numbers may end up above its exact value.
     return max(bounds) * (1.0 - 1e-10)
 
@@ -92,7 +92,7 @@ def _costs(
     """The least number of steps, ``w_i(s)``, and the shares in it."""
     ranks, _ = _mix(tables.fits, shares, tables.sizes)
     num_steps = max(1, math.ceil(_sum(ranks.min(axis=0)) / request.num_ranks - 1e-9))
-    hops = tables.sizes * (tables.fixed - tables.fixed[0])
+    hops = tables.sizes * (request.fixed_table - request.fixed_table[0])
     cost, share = _mix(tables.fits, shares, hops, tables.sizes * request.time_table)
     return num_steps, cost, share
 
@@ -103,33 +103,29 @@ class _Tables:
 
     Attributes:
         sizes: CP sizes; ``[num_sizes, 1]``.
-        fixed: ``f(s)``; ``[num_sizes, 1]``.
         fits: Whether a size holds a sample; ``[num_sizes, num_samples]``.
         smallest: The smallest size that holds each sample; ``[num_samples]``, like the next three.
-        alone: See there.
-        work: Seconds of all ranks.
-        space: Rows of all ranks.
+        fastest: ``fastest_i``, seconds of a micro-batch with the sample alone.
+        work: ``work_i``, seconds of all ranks.
+        space: ``space_i``, rows of all ranks.
     """
 
     sizes: NDArray[np.float64]
-    fixed: NDArray[np.float64]
     fits: NDArray[np.bool_]
     smallest: NDArray[np.int64]
-    alone: NDArray[np.float64]
+    fastest: NDArray[np.float64]
     work: NDArray[np.float64]
     space: NDArray[np.float64]
 
     @classmethod
     def of(cls, request: PlanRequest) -> _Tables:
         sizes = np.array(request.cp_sizes, dtype=np.float64)[:, None]
-        fixed = np.array([request.fixed[s] for s in request.cp_sizes])[:, None]
         fits = request.row_table <= request.capacity_table
         return cls(
             sizes=sizes,
-            fixed=fixed,
             fits=fits,
             smallest=np.array(request.cp_sizes)[fits.argmax(axis=0)],
-            alone=_least(fits, request.time_table + fixed),
+            fastest=_least(fits, request.time_table + request.fixed_table),
             work=_least(fits, sizes * request.time_table),
             space=_least(fits, sizes * request.row_table),
         )
@@ -186,22 +182,22 @@ def _priced(
 
 def _longest(request: PlanRequest, tables: _Tables, num_steps: int) -> float:
     least = float(_least(tables.fits, request.time_table).min())
-    return float(tables.alone.max()) + (num_steps - 1) * (request.fixed[1] + least)
+    return float(tables.fastest.max()) + (num_steps - 1) * (request.fixed[1] + least)
 
 
 def _exclusive(request: PlanRequest, tables: _Tables) -> float:
     large = 2 * tables.sizes[:, 0] > request.num_ranks
-    alone = 2 * tables.smallest > request.num_ranks
-    if not alone.any():
+    exclusive = 2 * tables.smallest > request.num_ranks
+    if not exclusive.any():
         return 0.0
-    fits = tables.fits[large][:, alone]
-    times = _least(fits, request.time_table[large][:, alone])
-    rows = _least(fits, request.row_table[large][:, alone].astype(np.float64))
-    fixed = float(tables.fixed[large].min())
+    fits = tables.fits[large][:, exclusive]
+    times = _least(fits, request.time_table[large][:, exclusive])
+    rows = _least(fits, request.row_table[large][:, exclusive].astype(np.float64))
+    fixed = float(request.fixed_table[large].min())
     return _sum(times) + math.ceil(_sum(rows) / request.capacity[request.num_ranks] - 1e-9) * fixed
 
 
-def _layout(request: PlanRequest, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
+def _odd_pool(request: PlanRequest, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
     num_ranks = request.num_ranks
     if num_ranks & (num_ranks - 1) == 0:
         return 0.0
@@ -214,7 +210,7 @@ def _layout(request: PlanRequest, tables: _Tables, shares: list[NDArray[np.float
     space = _least(fits, sizes * request.row_table[:-1])
     best = 0.0
     for share in shares:
-        cost = request.time_table + share * tables.fixed
+        cost = request.time_table + share * request.fixed_table
         in_part, whole = _least(fits, sizes * cost[:-1]), cost[-1]
         for c in request.cp_sizes[1:-1]:
             usable = num_ranks - num_ranks % c
@@ -226,54 +222,38 @@ def _layout(request: PlanRequest, tables: _Tables, shares: list[NDArray[np.float
 
 
 def _longest_step(request: PlanRequest, tables: _Tables, num_steps: int) -> float:
-    sample = int(tables.alone.argmax())
+    sample = int(tables.fastest.argmax())
     work = tables.work.copy()
     work[sample] = 0.0
     total = _sum(work)
     bounds = []
     for k, size in enumerate(request.cp_sizes):
         if tables.fits[k, sample]:
-            space = request.num_ranks * request.capacity[1] - size * int(
-                request.row_table[k, sample]
-            )
+            rows = size * int(request.row_table[k, sample])
+            space = request.num_ranks * request.capacity[1] - rows
             rest = (total - _most(work, tables.space, space)) / request.num_ranks
-            alone = float(request.time_table[k, sample]) + request.fixed[size]
-            bounds.append(alone + rest + (num_steps - 1) * request.fixed[1])
+            seconds = float(request.time_table[k, sample]) + request.fixed[size]
+            bounds.append(seconds + rest + (num_steps - 1) * request.fixed[1])
     return min(bounds)
 
 
-def _leading_steps(
-    request: PlanRequest,
-    tables: _Tables,
-    work: NDArray[np.float64],
-    num_steps: int,
-    longest_steps: tuple[float, float] = (0.0, 0.0),
-    steps_of: NDArray[np.int64] | None = None,
-    waste: float = 0.0,
+def _longest_steps(
+    request: PlanRequest, tables: _Tables, work: NDArray[np.float64], num_steps: int
 ) -> float:
     # More steps than rows are as good as any number.
     space = float(request.num_ranks * min(request.capacity[1], 2**50))
-    longest = np.argsort(-tables.alone, kind="stable")
-    filled = np.cumsum(tables.space[longest]) + waste
-    given = sum(seconds > 0.0 for seconds in longest_steps)
-    counted = 0 if steps_of is None else int(steps_of[-1])
-    num_steps = max(num_steps, math.ceil(filled[-1] / space - 1e-9), given, counted)
-    steps = np.arange(min(num_steps, _NUM_LEADING))
+    slowest_first = np.argsort(-tables.fastest, kind="stable")
+    filled = np.cumsum(tables.space[slowest_first])
+    num_steps = max(num_steps, math.ceil(filled[-1] / space - 1e-9))
+    steps = np.arange(min(num_steps, _NUM_LONGEST))
     # The first sample with which the space up to it is more than that many steps have.
     first = np.searchsorted(filled, steps * space, side="right")
-    if steps_of is not None:
-        # Of the first samples, where there are as many that need more steps than that.
-        found = np.searchsorted(steps_of, steps, side="right")
-        first = np.minimum(first, np.where(found < len(steps_of), found, len(longest)))
-    lead = tables.alone[longest][np.minimum(first, len(longest) - 1)]
-    lead[:2] = np.maximum(lead[:2], longest_steps[: len(lead)])
+    seconds = tables.fastest[slowest_first][np.minimum(first, len(slowest_first) - 1)]
     dense = np.argsort(-work / tables.space, kind="stable")
     # A sample that does not fit whole counts in part; below the first one, it counts whole.
-    held = np.interp(
-        (steps + 1) * space - waste, np.cumsum(tables.space[dense]), np.cumsum(work[dense])
-    )
+    held = np.interp((steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(work[dense]))
     rest = np.maximum(0.0, _sum(work) - held) / request.num_ranks
-    bounds = np.cumsum(lead) + rest + (num_steps - 1 - steps) * request.fixed[1]
+    bounds = np.cumsum(seconds) + rest + (num_steps - 1 - steps) * request.fixed[1]
     return float(bounds.max())
 
 

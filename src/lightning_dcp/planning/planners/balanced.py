@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -66,41 +65,41 @@ def plan_balanced(request: PlanRequest) -> list[Step]:
         The steps.
     """
     bound = lower_bound(request)
-    best: list[Step] = []
+    lockstep = request.settings.execution == "lockstep"
+    best: list[list[Pack]] = []
+    best_steps: list[Step] = []
     seconds = math.inf
-    for packs in _candidates(request, bound):
-        best, seconds = _laid_out(request, packs, seconds) or (best, seconds)
-        if bound >= seconds:
-            break
+
+    def consider(packs: list[list[Pack]], makespan: float) -> None:
+        nonlocal best, best_steps, seconds
+        # In lockstep the ranks do not matter: only the best plan is given any.
+        steps, time = ([], makespan) if lockstep else _laid_out_free_running(request, packs)
+        if time < seconds:
+            best, best_steps, seconds = packs, steps, time
+
+    draft = _Search(request, bound).run()
+    consider(draft.packs, draft.seconds)
+    few = len(request.lengths) < _FEW_A_RANK * request.num_ranks
+    if few and bound < _POOR * draft.seconds:
+        consider(*improve(request, draft.packs))
+    for baseline in (longest_sequence_packs_below, static_packs_below):
+        for timed in baseline(request, seconds) if bound < seconds else ():
+            consider(*timed)
     for steps in plan_megatron_if_quick(request) if bound < seconds else ():
         if predicted_seconds(request, steps) < seconds:
-            best = steps
-    return best
+            return steps
+    return [lay_out(packs) for packs in best] if lockstep else best_steps
 
 
-def _candidates(request: PlanRequest, bound: float) -> Iterator[list[list[Pack]]]:
-    """The packs of the best draft, then those of other planners that may be quicker."""
-    draft = _Search(request, bound).run()
-    yield draft.packs
-    yield from longest_sequence_packs_below(request, draft.seconds)
-    yield from static_packs_below(request, draft.seconds)
-    if len(request.lengths) < _FEW_A_RANK * request.num_ranks and bound < _POOR * draft.seconds:
-        yield improve(request, draft.packs)
-
-
-def _laid_out(
-    request: PlanRequest, packs: list[list[Pack]], below: float
-) -> tuple[list[Step], float] | None:
-    """Steps of the packs and their predicted time, if it is less than ``below``."""
-    if request.settings.execution == "lockstep":
-        # Known without ranks, so that a plan that is no better gets none.
-        seconds = makespan(request, packs)
-        return ([lay_out(step) for step in packs], seconds) if seconds < below else None
+def _laid_out_free_running(
+    request: PlanRequest, packs: list[list[Pack]]
+) -> tuple[list[Step], float]:
+    """The quicker of two ways to give packs their ranks, and its predicted time."""
     # Long before short, so that the ranks end together.
     by_time = sorted(packs, key=lambda step: -makespan(request, [step]))
     plans = [[lay_out(step) for step in packs], lay_out_on_earliest_ranks(request, by_time)]
     seconds, k = min((predicted_seconds(request, plan), k) for k, plan in enumerate(plans))
-    return (plans[k], seconds) if seconds < below else None
+    return plans[k], seconds
 
 
 class _Search:

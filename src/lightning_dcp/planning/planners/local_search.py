@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, count, permutations, product
 from typing import NamedTuple
 
-from lightning_dcp.planning.planners.packs import Pack, makespan
+from lightning_dcp.planning.planners.packs import Pack, TimedPacks, makespan
 from lightning_dcp.planning.request import PlanRequest
 
 # Looks at a sample and a micro-batch for it, in all, some 10 ms of planning; and what dealing
 # samples costs beside them.
 _MOST_LOOKS, _LOOKS_OF_CALL = 100_000, 100
+_LOOKS_OF_EXCHANGE = 20
 # Seconds, as a part of a plan's, that are no gain but rounding.
 _ROUNDING = 1e-9
 
@@ -37,7 +38,7 @@ _EMPTY, _IMPOSSIBLE = _Step(0.0, []), _Step(math.inf, [])
 type _Move = tuple[int, int, _Step, _Step]
 
 
-def improve(request: PlanRequest, steps: Sequence[list[Pack]]) -> list[list[Pack]]:
+def improve(request: PlanRequest, steps: Sequence[list[Pack]]) -> TimedPacks:
     """Steps that take no more time in lockstep than those at hand.
 
     Moves, each kept if all steps together get quicker: groups of a step are joined or split and its
@@ -48,7 +49,9 @@ def improve(request: PlanRequest, steps: Sequence[list[Pack]]) -> list[list[Pack
         request: The planning request.
         steps: The packs of each step; their sizes add up to the pool.
     """
-    return _Search(request).run([_Step(makespan(request, [packs]), packs) for packs in steps])
+    timed = [_Step(makespan(request, [packs]), packs) for packs in steps]
+    better = _Search(request).run(timed)
+    return [step.packs for step in better], math.fsum(step.seconds for step in better)
 
 
 class _Search:
@@ -57,13 +60,13 @@ class _Search:
         self.looks = _MOST_LOOKS
         self.dealt: dict[tuple[frozenset[int], tuple[int, ...]], _Step] = {}
 
-    def run(self, steps: list[_Step]) -> list[list[Pack]]:
+    def run(self, steps: list[_Step]) -> list[_Step]:
         steps = [self._regrouped(step, step.samples, step.sizes, depth=2) for step in steps]
         while True:
             steps.sort(key=lambda step: -step.seconds)
             for a, b, new_a, new_b in self._moves(steps):
                 if self.looks < 0:
-                    return [step.packs for step in steps]
+                    return steps
                 before = steps[a].seconds + steps[b].seconds
                 if new_a.seconds + new_b.seconds < before * (1 - _ROUNDING):
                     kept = [step for k, step in enumerate(steps) if k not in (a, b)]
@@ -73,7 +76,7 @@ class _Search:
                     ]
                     break
             else:
-                return [step.packs for step in steps]
+                return steps
 
     def _moves(self, steps: list[_Step]) -> Iterator[_Move]:
         """What two steps could become, those that take the longest first."""
@@ -121,7 +124,38 @@ class _Search:
                 if found and found[0].seconds < step.seconds * (1 - _ROUNDING):
                     (step, sizes), gained = found, True
                     break
-        return step
+        return self._exchanged(step) if depth > 1 and step.packs else step
+
+    def _exchanged(self, step: _Step) -> _Step:
+        """The step after samples of its slowest group changed places, while that is quicker."""
+        request = self.request
+        packs = list(step.packs)
+        while True:
+            load = [request.seconds(p.sample_ids, p.size) for p in packs]
+            slow = max(range(len(packs)), key=load.__getitem__)
+            gained = False
+            for k, one in product(range(len(packs)), packs[slow].sample_ids):
+                for other in (None, *packs[k].sample_ids) if k != slow else ():
+                    self.looks -= _LOOKS_OF_EXCHANGE
+                    ours = self._with(packs[slow], one, other)
+                    theirs = self._with(packs[k], other, one)
+                    if ours and theirs and self._is_quicker(ours, theirs, load[slow]):
+                        packs[slow], packs[k], gained = ours, theirs, True
+                        break
+                if gained:
+                    break
+            if not gained or self.looks < 0:
+                return _Step(max(load), packs)
+
+    def _with(self, pack: Pack, go: int | None, come: int | None) -> Pack | None:
+        """The pack after one sample went and one came; None if it is empty or has too many rows."""
+        ids = tuple(i for i in pack.sample_ids if i != go) + (() if come is None else (come,))
+        rows = sum([self.request.rows[pack.size][i] for i in ids])
+        return Pack(pack.size, ids) if ids and rows <= self.request.capacity[pack.size] else None
+
+    def _is_quicker(self, ours: Pack, theirs: Pack, seconds: float) -> bool:
+        least = seconds * (1 - _ROUNDING)
+        return all(self.request.seconds(p.sample_ids, p.size) < least for p in (ours, theirs))
 
     def _regroupings(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Sizes, largest first, with two groups joined or one split in halves."""

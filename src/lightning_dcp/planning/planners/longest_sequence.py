@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import chain
 
 from lightning_dcp.planning.plan import Step
-from lightning_dcp.planning.planners.packs import Pack, lay_out, makespan, spread_out
+from lightning_dcp.planning.planners.packs import (
+    Pack,
+    TimedPacks,
+    lay_out,
+    makespan,
+    spread_out,
+)
 from lightning_dcp.planning.request import PlanRequest
 
 
@@ -29,20 +36,27 @@ def plan_longest_sequence(request: PlanRequest) -> list[Step]:
     return [lay_out(packs) for some in steps for packs in spread_out(request, some)]
 
 
-def longest_sequence_packs_below(
-    request: PlanRequest, seconds: float
-) -> Iterator[list[list[Pack]]]:
+def longest_sequence_packs_below(request: PlanRequest, seconds: float) -> Iterator[TimedPacks]:
     """The packs of :func:`plan_longest_sequence` if they may take less than ``seconds``."""
     steps = _first_fit(request, _micro_batches(request))
+    is_full = [sum([p.size for p in packs]) == request.num_ranks for packs in steps]
     if request.settings.execution == "lockstep":
-        full = [packs for packs in steps if sum([p.size for p in packs]) == request.num_ranks]
-        rest = [packs for packs in steps if sum([p.size for p in packs]) < request.num_ranks]
         fastest = (request.time_table + request.fixed_table).min(axis=0)
-        # However the packs of the rest are spread over the ranks that they leave free.
-        least = [max([float(fastest[p.sample_ids[0]]) for p in packs]) for packs in rest]
-        may_be_quicker = makespan(request, full) + math.fsum(least) < seconds
-    if request.settings.execution != "lockstep" or may_be_quicker:
-        yield [packs for some in steps for packs in spread_out(request, some)]
+        least = [
+            makespan(request, [packs])
+            if full
+            # However the packs are spread over the ranks that they leave free.
+            else max([float(fastest[p.sample_ids[0]]) for p in packs])
+            for packs, full in zip(steps, is_full, strict=True)
+        ]
+        if math.fsum(least) >= seconds:
+            return
+    spread = [
+        [packs] if full else spread_out(request, packs)
+        for packs, full in zip(steps, is_full, strict=True)
+    ]
+    packs_of_steps = list(chain.from_iterable(spread))
+    yield packs_of_steps, makespan(request, packs_of_steps)
 
 
 def _micro_batches(request: PlanRequest) -> list[Pack]:

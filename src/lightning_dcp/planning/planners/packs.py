@@ -23,6 +23,10 @@ class Pack(NamedTuple):
     sample_ids: tuple[int, ...]
 
 
+type TimedPacks = tuple[list[list[Pack]], float]
+"""The packs of each step, and their makespan in lockstep."""
+
+
 def lay_out(packs: Iterable[Pack]) -> Step:
     """Gives the packs of a step their ranks.
 

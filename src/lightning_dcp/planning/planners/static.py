@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lightning_dcp.config.padding import longest_that_fits
 from lightning_dcp.planning.plan import Step
 from lightning_dcp.planning.planners.lpt import Bins, fill
-from lightning_dcp.planning.planners.packs import Pack, best_fit, lay_out
+from lightning_dcp.planning.planners.packs import Pack, TimedPacks, best_fit, lay_out
 from lightning_dcp.planning.request import PlanRequest
 
 # More than rounding can make of a sum, as a part of it.
@@ -75,7 +75,7 @@ def _first_size(request: PlanRequest) -> int:
     )
 
 
-def static_packs_below(request: PlanRequest, seconds: float) -> Iterator[list[list[Pack]]]:
+def static_packs_below(request: PlanRequest, seconds: float) -> Iterator[TimedPacks]:
     """The packs of static plans, one for each size, that may take less than ``seconds``.
 
     Sizes whose work and fixed times alone take longer are not planned.
@@ -93,7 +93,12 @@ def static_packs_below(request: PlanRequest, seconds: float) -> Iterator[list[li
         if least * (1.0 - _ROUNDING) < seconds:
             bins = _pack(request, size)
             if bins is not None:
-                yield _steps(request, size, bins)
+                steps = _steps(request, size, bins)
+                # The first pack of a step takes the longest.
+                longest = [request.seconds(packs[0].sample_ids, size) for packs in steps]
+                makespan = math.fsum(longest)
+                yield steps, makespan
+                seconds = min(seconds, makespan)
 
 
 def _pack(request: PlanRequest, size: int) -> list[list[int]] | None:
