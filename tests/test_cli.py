@@ -93,7 +93,8 @@ def test_rl_with_replayed_routes_trains(tmp_path):
     steps = re.findall(r"step (\d+) \| loss (-?[\d.]+) \| ([\d,]+) tokens", done.stdout)
     assert [step for step, *_ in steps] == ["1", "2"]
     # Routes that are not the model's are refused: they are looked at.
-    done = cli("fit", config, "--data.init_args.rollouts.num_layers=3", cwd=tmp_path, world=4)
+    wrong = "--data.init_args.rollouts.num_layers=3"
+    done = cli("fit", config, wrong, NO_LOADERS, cwd=tmp_path, world=4)
     assert done.returncode != 0
     assert "has [3, 2] values a token" in done.stderr
 
