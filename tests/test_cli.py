@@ -50,13 +50,17 @@ def small(name: str, folder: Path) -> list[str]:
     return [f"--config={ROOT / 'configs' / name}.yaml", f"--config={overrides}"]
 
 
+# The workers of a loader import everything anew; the one run in processes of its own has them.
+NO_LOADERS = "--data.init_args.num_workers=0"
+
+
 @pytest.mark.parametrize("name", ["quickstart", "static_cp", "mtp"])
 def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     options = small(name, tmp_path)
     if name == "quickstart":
         done = run(sys.executable, "-m", "lightning_dcp", "fit", *options, cwd=tmp_path)
     else:
-        done = cli("fit", *options, cwd=tmp_path, world=4)
+        done = cli("fit", *options, NO_LOADERS, cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = re.findall(
         r"step (\d+) \| loss [\d.]+ \| [\d,]+ tokens \| .*CP sizes (.*)", done.stdout
@@ -74,7 +78,9 @@ def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     assert all(5 < float(row[key]) < 6 for row in rows if row["train_loss"] for key in depths)
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     saved = [float(row["val_loss"]) for row in rows if row["val_loss"]]
-    validated = cli("validate", *options, f"--ckpt_path={checkpoint}", cwd=tmp_path, world=4)
+    validated = cli(
+        "validate", *options, NO_LOADERS, f"--ckpt_path={checkpoint}", cwd=tmp_path, world=4
+    )
     assert validated.returncode == 0, validated.stderr[-3000:]
     (loss,) = re.findall(r"val_loss\W+([\d.]+)", validated.stdout)
     assert float(loss) == pytest.approx(saved[0], rel=1e-5)
@@ -82,12 +88,13 @@ def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
 
 def test_rl_with_replayed_routes_trains(tmp_path):
     config = f"--config={ROOT / 'configs' / 'rl_r3.yaml'}"
-    done = cli("fit", config, "--trainer.max_steps=2", cwd=tmp_path, world=4)
+    done = cli("fit", config, "--trainer.max_steps=2", NO_LOADERS, cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = re.findall(r"step (\d+) \| loss (-?[\d.]+) \| ([\d,]+) tokens", done.stdout)
     assert [step for step, *_ in steps] == ["1", "2"]
     # Routes that are not the model's are refused: they are looked at.
-    done = cli("fit", config, "--data.init_args.rollouts.num_layers=3", cwd=tmp_path, world=4)
+    wrong = "--data.init_args.rollouts.num_layers=3"
+    done = cli("fit", config, wrong, NO_LOADERS, cwd=tmp_path, world=4)
     assert done.returncode != 0
     assert "has [3, 2] values a token" in done.stderr
 
@@ -95,7 +102,8 @@ def test_rl_with_replayed_routes_trains(tmp_path):
 @pytest.mark.parametrize("name", ["moe_small"])
 def test_a_small_twin_trains(tmp_path, name):
     config = str(ROOT / "configs" / f"{name}.yaml")
-    done = cli("fit", "--config", config, "--trainer.max_steps=2", cwd=tmp_path, world=4)
+    options = ["--config", config, "--trainer.max_steps=2", NO_LOADERS]
+    done = cli("fit", *options, cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     (metrics,) = tmp_path.rglob("metrics.csv")
     rows = list(csv.DictReader(metrics.open()))
@@ -120,7 +128,8 @@ def test_the_published_layout_is_that_of_its_twin():
 def test_predict_stores_log_probabilities_of_every_sample(tmp_path):
     data = '--data.init_args.data=["{stdlib}/json/*.py"]'
     train = "--data.init_args.predict_split=train"
-    done = cli("predict", *small("predict", tmp_path), data, train, cwd=tmp_path, world=4)
+    options = [*small("predict", tmp_path), data, train, NO_LOADERS]
+    done = cli("predict", *options, cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Predicting" in done.stdout + done.stderr
     table = pq.read_table(tmp_path / "runs" / "predictions.parquet").to_pydict()
