@@ -69,6 +69,7 @@ class Cell:
     plan: Plan
     others: dict[str, float]
     num_clipped: int
+    planning_seconds: float
 
     @property
     def enough(self) -> bool:
@@ -89,12 +90,12 @@ class Cell:
         longest = MODELS[self.model].parts(
             np.array([max(self.plan.lengths)]), tuple(self.plan.cp_sizes())
         )
-        lead = float(longest.total.min()) / report.predicted_seconds
+        part = float(longest.total.min()) / report.predicted_seconds
         shares = f"idle {report.idle_share:.0%}, communication {report.communication_share:.0%}"
         if self.num_samples < self.num_ranks:
             why = "fewer samples than ranks: groups larger than samples need, since no rank is idle"
-        elif lead > 0.3:
-            why = f"the longest sample alone takes {lead:.0%} of the time; rows limit its step"
+        elif part > 0.3:
+            why = f"the longest sample alone takes {part:.0%} of the time; rows limit its step"
         elif self.num_ranks & (self.num_ranks - 1):
             why = "pool no power of two: large groups leave ranks that only short samples fit"
         else:
@@ -166,7 +167,10 @@ def plan_cell(
         planners.append("megatron")
     others = {planner: seconds_of(plan(planner)) for planner in planners}
     clipped = int((lengths < original).sum())
-    return Cell(name, model, num_ranks, cap, len(lengths), plan("balanced"), others, clipped)
+    start = time.process_time()
+    balanced = plan("balanced")
+    seconds = time.process_time() - start
+    return Cell(name, model, num_ranks, cap, len(lengths), balanced, others, clipped, seconds)
 
 
 def seconds_of(plan: Plan) -> float:
@@ -184,7 +188,7 @@ def report_quality(cells: list[Cell], path: Path | None) -> None:
     print(f"\n{len(cells)} cells, {clipped / samples:.1%} of the samples clipped to their pool")
     for key in ("num_ranks", "cap", "num_samples", "lengths", "model"):
         print_groups(enough, key)
-    print_line("all cells with >= 4 samples a rank (goal: mean 0.97, min 0.90)", enough)
+    print_line("all cells with >= 4 samples a rank (goal: mean 0.97)", enough)
     print_line("the other cells", rest)
     worse = sum(cell.worse for cell in cells)
     print(f"cells where another planner is predicted to be faster (goal: 0): {worse}")
@@ -210,9 +214,11 @@ def print_groups(cells: list[Cell], key: str) -> None:
 def print_line(name: str, cells: list[Cell]) -> None:
     quality = np.array([cell.plan.quality for cell in cells] or [math.nan])
     low = int((quality < 0.9).sum())
+    milliseconds = 1e3 * np.array([cell.planning_seconds for cell in cells] or [math.nan])
     print(
-        f"{name:68} cells {len(cells):5}  quality mean {quality.mean():.4f}"
-        f"  min {quality.min():.3f}  under 0.90: {low}"
+        f"{name:52} cells {len(cells):5}  quality mean {quality.mean():.4f}"
+        f"  min {quality.min():.3f}  under 0.90: {low:3}  CPU ms a plan, median"
+        f" {np.median(milliseconds):6.1f}  max {milliseconds.max():7.1f}"
     )
 
 
@@ -256,7 +262,7 @@ def report_gain(*, quick: bool) -> None:
 def report_time(*, quick: bool) -> None:
     print("\nplanning time, one core, long_tail at cap 4096, 8B; CPU time and wall time in ms")
     print("  goals: 5 ms for 512 on 8, 150 ms for 8192 on 256")
-    for number, num_ranks in ((512, 8), (8192, 256)):
+    for number, num_ranks in ((512, 8), (2048, 64), (8192, 256)):
         print_time(number, num_ranks, repeats=7)
     print("  growth at 32 samples a rank; us over samples * log2(samples) should stay level")
     for number in (1024, 4096, 8192) if quick else (1024, 2048, 4096, 8192, 16_384, 32_768):
