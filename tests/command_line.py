@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from distributed import load, run_distributed
+from distributed import run_distributed
+from hygiene import load
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 import hygiene
+from hygiene import load
 
 # Everything that tests import: a worker is forked from a process that has it.
 _PRELOAD = ["lightning.pytorch", "lightning_dcp.strategy", "pytest", "distributed"]
@@ -131,11 +132,6 @@ def close() -> None:
     """Ends every worker."""
     while _workers:
         _workers.pop().kill()
-
-
-def load() -> float:
-    """How many times longer something may take on this machine now."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _collect(workers: list[_Worker], timeout: float) -> dict[int, tuple[bool, Any]]:

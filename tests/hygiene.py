@@ -14,6 +14,11 @@ from typing import Any
 _OF_OTHERS = ("NVTE_", "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
+def load() -> float:
+    """How many times longer something may take on this machine now."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 @dataclass
 class State:
     """The state of a process that tests could change for those after them."""
@@ -47,7 +52,11 @@ class State:
         if os.getcwd() != self.folder:
             left.append(f"working directory {os.getcwd()}")
             os.chdir(self.folder)
-        left += [f"thread {one.name}" for one in _live() if one.ident not in self.threads]
+        for one in _live():
+            if one.ident not in self.threads:
+                # A pool that was shut down ends its thread a moment later.
+                one.join(2.0 * load())
+                left += [f"thread {one.name}"] if one.is_alive() else []
         # Seeds and filters are put back without a word: to seed is no fault.
         _set_random(self.random)
         warnings.filters[:] = self.filters

@@ -199,7 +199,7 @@ def test_a_data_path_that_does_not_exist_stops_every_process(option, tmp_path):
     if option:
         assert "Traceback" in done.stderr
     else:
-        assert done.stderr.count("lightning-dcp fit: error: ") == 1
+        assert done.stderr.count("lightning-dcp fit: error: ") == 1, done.stderr
         assert done.stderr.count("nowhere/*.txt") == 1
         assert "Traceback" not in done.stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -97,7 +98,6 @@ def fit(kind: str):
         threads[threading.current_thread().name.split("_")[0]] += 1
         return make_plan(lengths, settings, **options)
 
-    engine_module.make_plan = watched
     module = {"plain": trainers.module(), "cut": CutsShort(trainers.CONFIG)}[kind]
     shares, plans = [], []
 
@@ -106,7 +106,8 @@ def fit(kind: str):
         plans.append(module.last_step.plan)
 
     module.on_train_batch_end = on_end
-    trainers.trainer(48).fit(module, trainers.batches(3, 1))
+    with mock.patch.object(engine_module, "make_plan", watched):
+        trainers.trainer(48).fit(module, trainers.batches(3, 1))
     return dict(threads), shares, plans
 
 
