@@ -56,19 +56,10 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: BoundPackedSeqParams | None = None,
     ) -> Tensor:
-        """Attends; shapes are per rank.
+        """Attends: ``[rows, heads * width]`` of this rank; the layout of the pack is the mask.
 
-        Args:
-            query: ``[rows, heads, width]``.
-            key: ``[rows, groups, width]``; ``heads`` is a multiple of ``groups``.
-            value: ``[rows, groups, width]``.
-            attention_mask: Not used: the layout of the pack is the mask.
-            attn_mask_type: Not used, as above.
-            attention_bias: Must be None.
-            packed_seq_params: The boundaries of the pack, bound to its CP group.
-
-        Returns:
-            ``[rows, heads * width]``.
+        Shapes of ``query`` and of ``key`` and ``value``: ``[rows, heads, width]`` and ``[rows,
+        groups, width]`` per rank, with ``heads`` a multiple of ``groups``.
 
         Raises:
             TypeError: ``packed_seq_params`` was not made by ``bind_micro_batch``.
@@ -92,13 +83,7 @@ def gather_sequences(
 ) -> tuple[Tensor, Tensor]:
     """The keys and values of the whole group, in token order.
 
-    Args:
-        key: ``[rows, groups, width]`` of this rank.
-        value: The same of the values.
-        sequences: The bound boundaries.
-
-    Returns:
-        Two tensors ``[padded tokens of the pack, groups, width]``.
+    From ``[rows, groups, width]`` of this rank to ``[padded tokens of the pack, groups, width]``.
     """
     if sequences.layout.cp_size == 1:
         return key, value
