@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_dcp.loss import linear_cross_entropy
-from lightning_dcp.model.norm import RMSNorm
+from lightning_dcp.model.layers import RMSNorm
 from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
 
 

@@ -115,9 +115,7 @@ class MicroBatch:
         """This micro-batch with every tensor on ``device``; changes it in place."""
 
         def move(value: Any) -> Any:
-            return (
-                value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
-            )
+            return value.to(device, non_blocking=non_blocking) if torch.is_tensor(value) else value
 
         for owner in (self, self.packed_seq_params):
             for each in fields(owner):

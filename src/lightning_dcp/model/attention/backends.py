@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.model.attention.packed import PackedAttention
-from lightning_dcp.model.norm import RMSNorm
+from lightning_dcp.model.layers import RMSNorm
 
 
 @dataclass(frozen=True)
