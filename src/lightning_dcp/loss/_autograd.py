@@ -145,28 +145,26 @@ class _WeightGradient:
             self._real.addmm_(dlogits.t(), hidden)
             return
         on_gpu: dict[str, Any] = {"out_dtype": torch.float32} if hidden.is_cuda else {}
-        first = 0
-        for part in self._parts():
-            columns = dlogits[:, first : first + len(part)]
-            part.add_(torch.mm(columns.t(), hidden, **on_gpu))
-            first += len(part)
+        for at, part in self._parts():
+            part.add_(torch.mm(dlogits[:, at].t(), hidden, **on_gpu))
 
     def result(self) -> Tensor:
         """The gradient [local vocabulary, h] in the weight's dtype; nothing can be added after."""
         if self._sums is not None:
-            first = 0
             # In this order a part overwrites only sums that were read already.
-            for part in self._parts():
-                self._real[first : first + len(part)] = part.to(self._real.dtype)
-                first += len(part)
+            for at, part in self._parts():
+                self._real[at] = part.to(self._real.dtype)
             self._sums = None
         return self._result
 
-    def _parts(self) -> list[Tensor]:
-        """The float32 sums in pieces of some rows, in the order of the vocabulary."""
+    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """The float32 sums in pieces of some rows and where these are, in vocabulary order."""
         assert self._sums is not None
-        rows = max(-(-len(self._real) // _PRODUCTS), 1)
-        return [part for half in self._sums for part in half.split(rows) if len(part)]
+        rows, first = max(-(-len(self._real) // _PRODUCTS), 1), 0
+        for half in self._sums:
+            for part in half.split(rows) if len(half) else ():
+                yield slice(first, first + len(part)), part
+                first += len(part)
 
 
 class _Gradients:

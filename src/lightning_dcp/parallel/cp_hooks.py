@@ -34,7 +34,12 @@ def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
     Returns:
         A function that takes the hooks away and restores the collections; harmless twice.
     """
-    _prepare_transformer_engine()
+    if torch.cuda.is_available():
+        from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+        # TransformerEngine's attention makes its stream for a static CP size only.
+        if HAVE_TE and TEDotProductAttention.cp_stream is None:
+            TEDotProductAttention.cp_stream = torch.cuda.Stream()
     undo = ExitStack()
     for module in model.modules():
         if isinstance(module, Attention):
@@ -81,13 +86,3 @@ def _install_on(attention: Any, undo: ExitStack) -> None:
 
     undo.enter_context(attention.register_forward_pre_hook(before, with_kwargs=True))
     undo.enter_context(attention.register_forward_hook(after, with_kwargs=True, always_call=True))
-
-
-def _prepare_transformer_engine() -> None:
-    """Gives TransformerEngine's attention the stream that it only makes for a static CP size."""
-    if not torch.cuda.is_available():
-        return
-    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
-
-    if HAVE_TE and TEDotProductAttention.cp_stream is None:
-        TEDotProductAttention.cp_stream = torch.cuda.Stream()
