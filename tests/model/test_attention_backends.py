@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dcp.model.attention import BACKENDS, backends, choose_backend
+from lightning_dcp.model.attention import backends
+from lightning_dcp.model.attention.backends import BACKENDS, choose_backend
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from distributed import run_distributed
 from lightning_dcp.config.padding import TIGHT, PackPadding
 from lightning_dcp.model import ModelConfig
-from lightning_dcp.model.attention import PackedAttention, attend_packed, gather_sequences
+from lightning_dcp.model.attention.packed import PackedAttention, attend_packed, gather_sequences
 from lightning_dcp.model.megatron_config import transformer_config
 from lightning_dcp.packing import PackLayout, pack_micro_batch, read_global_batch
 from lightning_dcp.parallel import BoundPackedSeqParams, ParallelSizes, quiet_megatron

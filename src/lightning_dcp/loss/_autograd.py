@@ -21,7 +21,9 @@ from lightning_dcp.loss._softmax import (
     statistics_and_gradient_,
     statistics_dtype,
 )
-from lightning_dcp.loss._weight_grad import WeightGradient
+
+# Products that a chunk's share is made of, each on its way into one half of the float32 sum.
+_PRODUCTS = 32
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,56 @@ class RowLosses(torch.autograd.Function):
         ), None
 
 
+class _WeightGradient:
+    """Adds up ``dlogits.T @ hidden`` of all chunks, in float32 for 16-bit inputs.
+
+    For these the float32 sum of the first half of the vocabulary lies in the memory of the result,
+    which is as large, and only the other half is extra.
+
+    Args:
+        weight: [local vocabulary, h].
+        size: Rows that belong to the real vocabulary; the gradient of the others is zero.
+    """
+
+    def __init__(self, weight: Tensor, size: int) -> None:
+        self._result = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        self._real = self._result[:size]
+        if weight.dtype in (torch.float32, torch.float64):
+            self._sums = None
+            return
+        head = size // 2
+        width = weight.shape[1]
+        in_result = self._real.view(-1)[: 2 * head * width].view(torch.float32).view(head, width)
+        self._sums = (in_result, torch.zeros(size - head, width, device=weight.device))
+
+    def add(self, dlogits: Tensor, hidden: Tensor) -> None:
+        """Adds the share of one chunk: ``dlogits`` [R, size], ``hidden`` [R, h]."""
+        if self._sums is None:
+            self._real.addmm_(dlogits.t(), hidden)
+            return
+        on_gpu: dict[str, Any] = {"out_dtype": torch.float32} if hidden.is_cuda else {}
+        for at, part in self._parts():
+            part.add_(torch.mm(dlogits[:, at].t(), hidden, **on_gpu))
+
+    def result(self) -> Tensor:
+        """The gradient [local vocabulary, h] in the weight's dtype; nothing can be added after."""
+        if self._sums is not None:
+            # In this order a part overwrites only sums that were read already.
+            for at, part in self._parts():
+                self._real[at] = part.to(self._real.dtype)
+            self._sums = None
+        return self._result
+
+    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """The float32 sums in pieces of some rows and where these are, in vocabulary order."""
+        assert self._sums is not None
+        rows, first = max(-(-len(self._real) // _PRODUCTS), 1), 0
+        for half in self._sums:
+            for part in half.split(rows) if len(half) else ():
+                yield slice(first, first + len(part)), part
+                first += len(part)
+
+
 class _Gradients:
     """Collects both inputs' gradients over the chunks, each only if it is needed."""
 
@@ -124,7 +176,7 @@ class _Gradients:
         self._arguments = arguments
         self._weight = weight[: arguments.shard.size]
         self._hidden_grad = torch.zeros_like(hidden) if needed[0] else None
-        self._weight_grad = WeightGradient(weight, arguments.shard.size) if needed[1] else None
+        self._weight_grad = _WeightGradient(weight, arguments.shard.size) if needed[1] else None
 
     def add(self, chunk: Chunk) -> None:
         """Adds the share of one chunk, whose logits have been overwritten by their gradient."""

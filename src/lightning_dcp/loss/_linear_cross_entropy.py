@@ -113,7 +113,7 @@ def linear_cross_entropy(
         TypeError: Different or unsupported dtypes.
     """
     check_tensors(hidden, weight, labels, loss_mask, temperature)
-    _check_options(reduction, label_smoothing, z_loss, chunk_rows, return_entropy)
+    _check_options(reduction, label_smoothing, z_loss, return_entropy)
     shard = make_shard(weight, vocab_size, tp_group)
     rows = target_rows(
         labels.long(),
@@ -122,10 +122,8 @@ def linear_cross_entropy(
         temperature=temperature,
         dtype=statistics_dtype(hidden.dtype),
     )
-    if chunk_rows is None:
-        chunk_rows = default_chunk_rows(hidden)
     terms = LossTerms(label_smoothing, z_loss, return_entropy)
-    arguments = LossArguments(rows, shard, terms, chunk_rows)
+    arguments = LossArguments(rows, shard, terms, rows_of_chunk(hidden, chunk_rows))
     if not torch.is_grad_enabled():
         # needs_input_grad does not know of no_grad, and would have the gradients made.
         hidden, weight = hidden.detach(), weight.detach()
@@ -136,12 +134,16 @@ def linear_cross_entropy(
     return (losses, entropy) if return_entropy else losses
 
 
-def default_chunk_rows(hidden: Tensor) -> int:
-    """From what is the same on all tensor-parallel ranks only.
+def rows_of_chunk(hidden: Tensor, chunk_rows: int | None) -> int:
+    """``chunk_rows``; by default from what is the same on all tensor-parallel ranks only.
 
     Plain cross-entropy holds three times ``rows`` logits (themselves, log-softmax, gradient); the
     weight's gradient in float32 is ``h`` wide, and is read and written once a chunk.
     """
+    if chunk_rows is not None:
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
+        return chunk_rows
     rows, width = hidden.shape
     wanted = max(rows * hidden.element_size() // 64, width // 4)
     return min(max(wanted, _MIN_CHUNK_ROWS), _MAX_CHUNK_ROWS)
@@ -176,11 +178,7 @@ def check_tensors(
 
 
 def _check_options(
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    chunk_rows: int | None,
-    return_entropy: bool,
+    reduction: str, label_smoothing: float, z_loss: float, return_entropy: bool
 ) -> None:
     if reduction not in ("sum", "none"):
         raise ValueError(
@@ -191,7 +189,5 @@ def _check_options(
         raise ValueError(f"label_smoothing is {label_smoothing}: it must be in [0, 1)")
     if not (z_loss >= 0 and math.isfinite(z_loss)):
         raise ValueError(f"z_loss is {z_loss}: it must be finite and not negative")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     if return_entropy and reduction != "none":
         raise ValueError("return_entropy=True needs reduction='none'")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_dcp.loss._autograd import LossArguments, input_gradients, logit_chunks, per_row
-from lightning_dcp.loss._linear_cross_entropy import check_tensors, default_chunk_rows
+from lightning_dcp.loss._linear_cross_entropy import check_tensors, rows_of_chunk
 from lightning_dcp.loss._rows import IGNORE_INDEX, target_rows
 from lightning_dcp.loss._shard import VocabShard, make_shard
 from lightning_dcp.loss._softmax import Chunk, LossTerms, row_statistics, statistics_dtype
@@ -31,17 +31,9 @@ def linear_log_probs_at(
     """Log-softmax of ``hidden @ weight.T / temperature`` at ``k`` ids a row, in chunks of rows.
 
     Backward computes the logits again, as ``linear_cross_entropy`` with ``reduction="none"`` does,
-    and everything that is said there on types and ranks holds here.
-
-    Args:
-        hidden: Hidden states [rows, h], the same on all ranks of ``tp_group``.
-        weight: Output weight [local vocabulary, h] of ``hidden``'s dtype.
-        ids: Global token ids [rows, k]; an id may occur more than once in a row.
-        loss_mask: Rows that count [rows], bool or 0 and 1; ids of others may be anything.
-        temperature: What logits are divided by: a number, or one per row [rows]. Default: 1.
-        tp_group: Tensor-parallel group over which the vocabulary is split.
-        vocab_size: Real vocabulary; rows of the padded weight from there on never count.
-        chunk_rows: Rows whose logits exist at a time, the same on all ranks of ``tp_group``.
+    and everything that is said there on arguments, types and ranks holds here. ``ids`` [rows, k]
+    are global token ids, of which one may occur more than once in a row; those of rows that
+    ``loss_mask`` leaves out may be anything.
 
     Returns:
         [rows, k], float32 (float64 for float64 inputs), exactly 0 in rows that do not count.
@@ -57,8 +49,6 @@ def linear_log_probs_at(
             "with k of 1 or more"
         )
     check_tensors(hidden, weight, ids[:, 0], loss_mask, temperature)
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     shard = make_shard(weight, vocab_size, tp_group)
     counts = None if loss_mask is None else loss_mask != 0
     ids = _checked_ids(ids.long(), counts, shard.vocab_size)
@@ -72,7 +62,7 @@ def linear_log_probs_at(
     )
     ids = ids if rows.index is None else ids[rows.index]
     terms = LossTerms(label_smoothing=0.0, z_loss=0.0, entropy=False)
-    arguments = _ArgumentsWithIds(rows, shard, terms, chunk_rows or default_chunk_rows(hidden), ids)
+    arguments = _ArgumentsWithIds(rows, shard, terms, rows_of_chunk(hidden, chunk_rows), ids)
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(hidden.device.type, enabled=False):

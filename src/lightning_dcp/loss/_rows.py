@@ -79,15 +79,7 @@ def target_rows(
     temperature: float | Tensor | None,
     dtype: torch.dtype,
 ) -> TargetRows:
-    """Finds the rows with a target.
-
-    Args:
-        labels: Global ids [rows].
-        vocab_size: Real vocabulary.
-        loss_mask: Rows that count [rows].
-        temperature: A number or [rows].
-        dtype: Of the statistics.
-    """
+    """Finds the rows with a target; ``dtype`` is that of the statistics."""
     _check_mask(loss_mask)
     valid = _valid_rows(labels, loss_mask)
     check_labels(labels, vocab_size=vocab_size, loss_mask=loss_mask)
@@ -104,12 +96,9 @@ def target_rows(
 
 
 def check_labels(labels: Tensor, *, vocab_size: int, loss_mask: Tensor | None = None) -> None:
-    """Refuses labels that are neither ignored nor in the vocabulary.
+    """Refuses labels [rows] that are neither ``IGNORE_INDEX`` nor in the real vocabulary.
 
-    Args:
-        labels: Global ids [rows]; ``IGNORE_INDEX`` marks a row without a target.
-        vocab_size: Real (unpadded) vocabulary.
-        loss_mask: Rows that count [rows]; others may hold any label.
+    Rows that ``loss_mask`` [rows] leaves out may hold any label.
 
     Raises:
         ValueError: On the CPU. On another device the check is an asynchronous assertion, which
@@ -159,11 +148,9 @@ def _inverse_temperature(
     if not isinstance(temperature, Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(f"temperature is {temperature}: it must be finite and above 0")
-        return (
-            None
-            if temperature == 1
-            else torch.tensor([1 / temperature], dtype=dtype).to(valid.device)
-        )
+        if temperature == 1:
+            return None
+        return torch.tensor([1 / temperature], dtype=dtype).to(valid.device)
     # Rows without a target may hold anything, zeros of a padded batch for one.
     temperature = torch.where(valid, temperature.to(dtype), 1)
     fine = (temperature > 0) & temperature.isfinite()

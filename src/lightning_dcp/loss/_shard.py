@@ -65,8 +65,7 @@ def make_shard(
     """
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     local = weight.shape[0]
-    if ranks > 1:
-        assert group is not None
+    if group is not None and ranks > 1:
         _check_equal_sizes(local, group, weight.device)
     padded = ranks * local
     real = padded if vocab_size is None else vocab_size

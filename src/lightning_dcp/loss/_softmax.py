@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,13 +101,10 @@ class RowGradient:
 
     def at(self, rows: slice) -> RowGradient:
         """That of ``rows`` only."""
-        return RowGradient(
-            self.maximum[rows],
-            self.sum_exp[rows],
-            self.grad_loss[rows],
-            None if self.entropy is None else self.entropy[rows],
-            None if self.grad_entropy is None else self.grad_entropy[rows],
-        )
+        picked: dict[str, Any] = {
+            name: None if values is None else values[rows] for name, values in vars(self).items()
+        }
+        return RowGradient(**picked)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

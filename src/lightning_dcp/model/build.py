@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_dcp.config.model import ModelConfig, Recompute
-from lightning_dcp.model.attention import AttentionBackend, choose_backend
+from lightning_dcp.model.attention.backends import AttentionBackend, choose_backend
 from lightning_dcp.model.global_names import initialize, mark_whole_experts
-from lightning_dcp.model.heads import put_value_head
+from lightning_dcp.model.layers import put_value_head
 from lightning_dcp.model.megatron_config import transformer_config
 from lightning_dcp.model.moe import PackedMoELayer, PackedTopKRouter
 from lightning_dcp.model.mtp import MTPModel, mtp_block
@@ -125,32 +125,15 @@ def build_model(
 ) -> torch.nn.Module:
     """This rank's part of the model: a GPTModel, or a ``ModuleList`` of its virtual stages' chunks.
 
-    Args:
-        config: The model's sizes.
-        context: The parallel state.
-        dtype: Of the weights.
-        seed: Of the initial weights; the same on all ranks.
-        recompute: What the backward pass computes again.
-        fp8: Format of eight bits for matrix products, on GPUs.
-
-    Raises:
-        ValueError: A parallel size that does not divide what it splits.
+    Options and errors are those of :func:`build_gpt_model`.
     """
+    build: Callable[..., torch.nn.Module] = partial(
+        build_gpt_model, config, context, dtype=dtype, seed=seed, recompute=recompute, fp8=fp8
+    )
     virtual = context.sizes.virtual_pipeline_model_parallel_size
-    stages = range(virtual) if virtual > 1 else [None]
-    chunks = [
-        build_gpt_model(
-            config,
-            context,
-            dtype=dtype,
-            seed=seed,
-            recompute=recompute,
-            fp8=fp8,
-            virtual_stage=stage,
-        )
-        for stage in stages
-    ]
-    return torch.nn.ModuleList(chunks) if virtual > 1 else chunks[0]
+    if virtual == 1:
+        return build()
+    return torch.nn.ModuleList(build(virtual_stage=stage) for stage in range(virtual))
 
 
 def model_chunks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -160,12 +143,9 @@ def model_chunks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def _seeded(seed: int, context: ParallelContext) -> Iterator[None]:
-    if context.cpu_mode:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-        return
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    devices = [] if context.cpu_mode else [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices=devices):
+        if not context.cpu_mode:
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
         yield

@@ -31,9 +31,7 @@ class HiddenStates(NamedTuple):
 def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> HiddenStates:
     """The last hidden states of a bound micro-batch, and the output layer's weight.
 
-    Args:
-        model: A Megatron-Core GPTModel with its CP hooks installed.
-        micro_batch: A micro-batch with its CP group bound.
+    ``model`` is a Megatron-Core GPTModel with its CP hooks installed.
     """
     result: HiddenStates = model(
         **_arguments(model, micro_batch), output_processor=_take_hidden_states
@@ -44,11 +42,8 @@ def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> HiddenStat
 def stage_output(chunk: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
     """What a chunk of the model that is not the last hands on, ``[rows, 1, hidden_size]``.
 
-    Under sequence parallelism the rows are this rank's slice.
-
-    Args:
-        chunk: A chunk without an output layer, with its input set and its CP hooks installed.
-        micro_batch: A micro-batch with its CP group bound.
+    Its input is set and its CP hooks are installed. Under sequence parallelism the rows are this
+    rank's slice.
     """
     result: Tensor = chunk(**_arguments(chunk, micro_batch))
     return result
@@ -81,15 +76,9 @@ def _take_hidden_states(
 
 
 def whole_logits(states: HiddenStates, *, vocab_size: int, group: Any) -> Tensor:
-    """Logits of all rows, gathered over the tensor-parallel group: large, and differentiable.
+    """Logits ``[rows, vocab_size]``, gathered over the tensor-parallel ``group``: large.
 
-    Args:
-        states: What :func:`hidden_states` gave.
-        vocab_size: Columns from there on are padding and are cut off.
-        group: The tensor-parallel group.
-
-    Returns:
-        ``[rows, vocab_size]``, the same on all tensor-parallel ranks.
+    They are differentiable, the same on all its ranks, and without the padded columns.
     """
     # Its backward pass sums over the group: each rank has the gradient of its columns alone.
     hidden = copy_to_tensor_model_parallel_region(states.hidden, group=group)

@@ -34,7 +34,9 @@ class WholeNames:
         self._prefixes: dict[str, str] = {}
         for prefix, part in module.named_modules():
             if isinstance(part, GPTModel):
-                self._add_chunk(prefix, part, is_chunk=_is_in_list(module, prefix))
+                parent = module.get_submodule(prefix.rpartition(".")[0])
+                is_chunk = bool(prefix) and isinstance(parent, torch.nn.ModuleList)
+                self._add_chunk(prefix, part, is_chunk=is_chunk)
 
     def _add_chunk(self, prefix: str, chunk: GPTModel, *, is_chunk: bool) -> None:
         local = f"{prefix}." if prefix else ""
@@ -56,24 +58,13 @@ class WholeNames:
         prefix = max((p for p in self._prefixes if name.startswith(p)), key=len, default="")
         if prefix:
             name = self._prefixes[prefix] + name.removeprefix(prefix)
-        if first_expert:
-            name = _shift_expert(name, first_expert)
-        return name
-
-
-def _is_in_list(module: torch.nn.Module, prefix: str) -> bool:
-    parent = module.get_submodule(prefix.rpartition(".")[0])
-    return bool(prefix) and isinstance(parent, torch.nn.ModuleList)
-
-
-def _shift_expert(name: str, first: int) -> str:
-    """Experts one by one are numbered in the path, TransformerEngine's at the end of the name."""
-    return re.sub(
-        r"(\.local_experts\.|\.linear_fc[12]\.weight)(\d+)",
-        lambda match: f"{match[1]}{int(match[2]) + first}",
-        name,
-        count=1,
-    )
+        # Experts one by one are numbered in the path, TransformerEngine's at the end of the name.
+        return re.sub(
+            r"(\.local_experts\.|\.linear_fc[12]\.weight)(\d+)",
+            lambda match: f"{match[1]}{int(match[2]) + first_expert}",
+            name,
+            count=1,
+        )
 
 
 def merge_over_tp(tensor: Tensor, parameter: Tensor | None, context: ParallelContext) -> Tensor:
@@ -126,12 +117,6 @@ def initialize(
 
     Each tensor has a random state of its own, from the seed and the name, and is drawn whole: the
     weights do not depend on how ranks share them. Norms keep their ones.
-
-    Args:
-        model: A Megatron-Core model, built with ``perform_initialization=False``.
-        config: Its config, which has the distributions.
-        context: The parallel state.
-        seed: The same on all ranks.
     """
     names = WholeNames(model)
     for name, parameter in model.named_parameters():
@@ -140,7 +125,11 @@ def initialize(
         whole_name = tied_to(names(name)) if is_copy(name, parameter) else names(name)
         # crc32, since Python's own hash differs from process to process.
         torch.manual_seed(zlib.crc32(f"{seed}/{whole_name}".encode()))
-        whole = parameter.new_empty(_whole_shape(parameter, context))
+        shape = list(parameter.shape)
+        if _is_split(parameter):
+            dim, _ = _partition(parameter)
+            shape[dim] *= context.sizes.tensor_model_parallel_size
+        whole = parameter.new_empty(shape)
         _distribution(whole_name, config)(whole)
         parameter.copy_(split_for_tp(whole, parameter, context))
 
@@ -150,13 +139,6 @@ def _distribution(name: str, config: TransformerConfig) -> Any:
         return config.embedding_init_method
     ends_branch = re.search(r"\.(linear_proj\.weight|linear_fc2\.weight\d*)$", name)
     return config.output_layer_init_method if ends_branch else config.init_method
-
-
-def _whole_shape(parameter: Any, context: ParallelContext) -> list[int]:
-    shape = list(parameter.shape)
-    if _is_split(parameter):
-        shape[parameter.partition_dim] *= context.sizes.tensor_model_parallel_size
-    return shape
 
 
 def tied_to(name: str) -> str:

@@ -22,22 +22,16 @@ def transformer_config(
     recompute: Recompute = Recompute(),
     fp8: str | None = None,
 ) -> TransformerConfig:
-    """Megatron-Core's config of the model.
-
-    Args:
-        config: The model's sizes.
-        sizes: The parallel sizes of the run.
-        dtype: Of the weights: ``torch.float32`` or ``torch.bfloat16``.
-        cpu: Whether the run is in CPU mode.
-        fused: Whether TransformerEngine's kernels serve the model.
-        recompute: What the backward pass computes again.
-        fp8: Format of eight bits for matrix products, ``"e4m3"`` or ``"hybrid"``.
+    """Megatron-Core's config of a model in a run; ``fused`` with TransformerEngine's kernels.
 
     Raises:
         ValueError: Multi-token prediction with a recomputation that Megatron-Core lacks for it.
     """
     options = recompute.megatron_options() | _pipeline_options(sizes, dtype)
-    options |= _mtp_options(config, recompute)
+    if config.mtp_num_layers:
+        check_mtp_recompute(config, recompute)
+        options["mtp_num_layers"] = config.mtp_num_layers
+        options["mtp_loss_scaling_factor"] = config.mtp_loss_scaling_factor
     if config.moe is not None:
         options |= config.moe.megatron_options(config.ffn_width, grouped_gemm=fused)
     if fp8 is not None:
@@ -79,16 +73,6 @@ def transformer_config(
         persist_layer_norm=False,
         **options,
     )
-
-
-def _mtp_options(config: ModelConfig, recompute: Recompute) -> dict[str, Any]:
-    if not config.mtp_num_layers:
-        return {}
-    check_mtp_recompute(config, recompute)
-    return {
-        "mtp_num_layers": config.mtp_num_layers,
-        "mtp_loss_scaling_factor": config.mtp_loss_scaling_factor,
-    }
 
 
 def _pipeline_options(sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, Any]:

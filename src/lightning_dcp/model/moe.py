@@ -96,7 +96,7 @@ class PackedTopKRouter(TopKRouter):
         if not coefficient:
             return probs
         counts = self._summed_over_group(routing_map.sum(0).float())
-        num_tokens = self._bound.num_real_tokens
+        num_tokens = sum(self._bound.layout.lengths)
         scores = scores_for_aux_loss.sum(0)
         # The mean over the micro-batch's tokens, times their number: its weight in the batch.
         loss = self.num_experts / self.topk * (counts * scores).sum() / num_tokens
@@ -161,18 +161,10 @@ class PackedTopKRouter(TopKRouter):
         return num_rows // tp_size
 
     def _rows_here(self, rows: Tensor, num_rows: int) -> Tensor:
-        """Of values by row of the micro-batch, those of the rows that this router routes.
+        """Of the CP rank's ``[rows, ...]`` those that this router routes, ``[num_rows, ...]``.
 
-        Args:
-            rows: ``[rows, ...]`` of the CP rank.
-            num_rows: Rows of the router's logits.
-
-        Returns:
-            ``[num_rows, ...]``: under sequence parallelism this rank's slice; 0 in rows that the
-            all-gather dispatcher had added at the end.
-
-        Raises:
-            RuntimeError: The router's rows are not those of the micro-batch.
+        Under sequence parallelism they are this rank's slice. Rows that the all-gather dispatcher
+        added at the end are 0.
         """
         layout, most = self._bound.layout, self._bound.max_rows_of_step
         own = self._num_own_rows(layout.num_rows)
@@ -194,12 +186,8 @@ class PackedTopKRouter(TopKRouter):
     ) -> Tensor:
         """Makes the backward pass add a loss that the engine later divides by all targets.
 
-        Args:
-            activation: What the loss is attached to.
-            name: Of the loss, in logs.
-            loss: This rank's part of the sum over ``per`` of the micro-batch.
-            coefficient: Of the loss.
-            per: What the loss is the mean over: the global batch's "tokens" or "sequences".
+        ``loss`` is this rank's part of the micro-batch's sum over what the loss is a mean ``per``:
+        the global batch's "tokens" or "sequences".
         """
         batch = self._bound.batch_totals
         share = loss / (batch.tokens if per == "tokens" else batch.sequences)

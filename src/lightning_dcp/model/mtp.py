@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_dcp.loss import linear_cross_entropy
-from lightning_dcp.model.norm import RMSNorm
+from lightning_dcp.model.layers import RMSNorm
 from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
 
 
@@ -155,14 +155,7 @@ class MTPModel(GPTModel):
 def mtp_block(
     layer: ModuleSpec, config: TransformerConfig, virtual_stage: int | None, *, fused: bool
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The depths of this rank's stage, each with a layer like the decoder's; None on others.
-
-    Args:
-        layer: A transformer layer.
-        config: Megatron-Core's config.
-        virtual_stage: Which of this rank's chunks, under virtual pipeline stages.
-        fused: Whether TransformerEngine's kernels serve the model.
-    """
+    """The depths of this rank's stage, each with a layer like the decoder's; None on others."""
     block = get_gpt_mtp_block_spec(
         config, layer, use_transformer_engine=fused, vp_stage=virtual_stage
     )

@@ -39,22 +39,14 @@ class PackedRouterReplay(RouterReplay):
 
     @classmethod
     def in_place_of(cls, replay: RouterReplay) -> Self:
-        """A replay of its own for a router that Megatron-Core has just given one.
-
-        Both are taken out of the list of the process.
-        """
+        """A router's own in place of Megatron-Core's; both leave the list of the process."""
         own = cls()
         for listed in (replay, own):
             RouterReplay.global_router_replay_instances.remove(listed)
         return own
 
     def replay(self, target: Tensor, has_route: Tensor) -> None:
-        """Sets the experts of the next forward pass.
-
-        Args:
-            target: ``[rows, top-k]``.
-            has_route: ``[rows]`` bool.
-        """
+        """Sets the experts ``[rows, top-k]`` of the next forward pass, for some ``[rows]``."""
         self.target_topk_idx, self.has_route = target.long(), has_route
 
     @override
@@ -84,12 +76,7 @@ class PackedRouterReplay(RouterReplay):
 
 
 def moe_layer_index(config: Any, layer_number: int) -> int:
-    """Which of the model's MoE layers a layer is, from 0, over all pipeline stages.
-
-    Args:
-        config: Megatron-Core's; ``moe_layer_freq`` says which layers have experts.
-        layer_number: From 1, over all pipeline stages.
-    """
+    """Which of the model's MoE layers layer ``layer_number`` (from 1) is, from 0, of all stages."""
     # As Megatron-Core's `get_gpt_decoder_block_spec` reads the option.
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
@@ -102,13 +89,8 @@ def check_routers(
 ) -> None:
     """Refuses a model of which some layer would not replay: its own choice would go unnoticed.
 
-    Args:
-        chunks: The model, or this rank's chunks of it.
-        shape: What the model's routes look like; None if it replays none.
-        sizes: The parallel sizes of the run.
-
     Raises:
-        ValueError: Fewer routers that replay than MoE layers on this rank, or more.
+        ValueError: Fewer routers that replay than MoE layers in this rank's chunks, or more.
     """
     if shape is None:
         return
@@ -133,15 +115,9 @@ def gather_recorded(
 ) -> Tensor:
     """The experts that all layers used for a micro-batch's rows; a collective of its TP and PP.
 
-    Args:
-        routes: What the routers of this rank recorded.
-        num_rows: Rows of this CP rank.
-        shape: What the model's routes look like.
-        context: The parallel state.
-
     Returns:
-        ``[rows, layers, bytes]`` uint8, of which ``RouteShape.from_bytes`` makes experts. Bytes,
-        since not every backend sends int16.
+        ``[num_rows, layers, bytes]`` uint8 of this CP rank's rows, of which
+        ``RouteShape.from_bytes`` makes experts. Bytes, since not every backend sends int16.
 
     Raises:
         RuntimeError: Routers recorded nothing: they are not those that ``build_gpt_model`` makes.

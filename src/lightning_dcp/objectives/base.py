@@ -16,8 +16,7 @@ from lightning_dcp.packing import GlobalBatch, Jagged, MicroBatch
 class Extra:
     """A key of the batch that an objective reads, and what has to stand under it.
 
-    Values are floating point unless said otherwise. What a batch holds instead is an error on every
-    rank before the step, which names the key.
+    Values are floating point unless said otherwise. Anything else is an error before the step.
 
     Attributes:
         key: The key in the dict that the DataModule gives.
@@ -43,13 +42,10 @@ class Extra:
 
     def holds(self, values: Tensor) -> bool:
         """Whether the values are of this kind."""
-        is_bool = values.dtype == torch.bool
-        is_float = values.is_floating_point()
-        return {
-            "integers": not is_bool and not is_float and not values.is_complex(),
-            "bool": is_bool,
-            "floating point": is_float,
-        }[self.kind]
+        is_bool, is_float = values.dtype == torch.bool, values.is_floating_point()
+        if self.integer:
+            return not (is_bool or is_float or values.is_complex())
+        return is_bool if self.boolean else is_float
 
     @property
     def form(self) -> str:

@@ -8,12 +8,7 @@ from typing import override
 import torch
 from torch import Tensor
 
-from lightning_dcp.objectives.base import (
-    Extra,
-    Objective,
-    check_above_zero,
-    check_not_negative,
-)
+from lightning_dcp.objectives.base import Extra, Objective, check_above_zero, check_not_negative
 from lightning_dcp.objectives.target_outputs import TargetOutputs
 from lightning_dcp.packing import MicroBatch
 

@@ -33,7 +33,6 @@ class DPO(Objective):
         ValueError: An option out of its range.
     """
 
-    head: ClassVar[Literal["vocabulary", "value"]] = "vocabulary"
     counts: ClassVar[str] = "pairs"
 
     beta: float = 0.1

@@ -39,9 +39,7 @@ def sequence_means(values: Tensor, micro_batch: MicroBatch) -> Tensor:
 def once_per_group(loss: Tensor, micro_batch: MicroBatch) -> Tensor:
     """``loss`` on the first rank of the CP group; on the others a 0 that depends on it too.
 
-    Args:
-        loss: A scalar that every rank of the group has, made from :func:`sequence_sums`.
-        micro_batch: The micro-batch.
+    It is a scalar that every rank of the group has, made from :func:`sequence_sums`.
     """
     counts = torch.full_like(loss, micro_batch.is_group_leader, dtype=torch.bool)
     # The gradient is an exact 0 on the others, and their backward collective still runs.
@@ -62,18 +60,15 @@ def _reduce(values: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
     local = rows.new_zeros(2, len(layout.lengths)).index_add(1, sequence, rows)
     whole = local
     if micro_batch.local_cp_size > 1:
-        whole = _AllReduce.apply(local, _group(micro_batch))
+        group = micro_batch.packed_seq_params.cp_group
+        if group is None:
+            raise ValueError(
+                f"The micro-batch is cut for a CP group of {micro_batch.local_cp_size} ranks that "
+                "it does not have yet. Bind it first; DynamicCPEngine.micro_batches gives bound "
+                "ones."
+            )
+        whole = _AllReduce.apply(local, group)
     return whole[0], whole[1].detach()
-
-
-def _group(micro_batch: MicroBatch) -> dist.ProcessGroup:
-    group: dist.ProcessGroup | None = micro_batch.packed_seq_params.cp_group
-    if group is None:
-        raise ValueError(
-            f"The micro-batch is cut for a CP group of {micro_batch.local_cp_size} ranks that it "
-            "does not have yet. Bind it first; DynamicCPEngine.micro_batches gives bound ones."
-        )
-    return group
 
 
 class _AllReduce(torch.autograd.Function):

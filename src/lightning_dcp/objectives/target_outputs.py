@@ -12,13 +12,16 @@ from torch import Tensor
 
 from lightning_dcp.loss import IGNORE_INDEX, linear_cross_entropy, linear_log_probs_at
 
+type Temperature = float | Tensor
+"""What logits are divided by: a number, or one per row [rows]."""
+
 
 class TargetOutputs(ABC):
     """Log-probabilities and entropies of one micro-batch's rows on this rank.
 
     A row's target is its label, the next token. All values are float32 (float64 for a float64
     model), differentiable, the same on all tensor-parallel ranks, and exactly 0 in rows without a
-    target. ``temperature`` divides the logits: a number, or one per row [rows].
+    target.
     """
 
     @abstractmethod
@@ -26,17 +29,15 @@ class TargetOutputs(ABC):
         """The sum of all targets' cross-entropies, a scalar: the fastest form."""
 
     @abstractmethod
-    def log_probs(self, *, temperature: float | Tensor = 1.0) -> Tensor:
+    def log_probs(self, *, temperature: Temperature = 1.0) -> Tensor:
         """Each target's log-probability [rows]."""
 
     @abstractmethod
-    def log_probs_and_entropies(
-        self, *, temperature: float | Tensor = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def log_probs_and_entropies(self, *, temperature: Temperature = 1.0) -> tuple[Tensor, Tensor]:
         """The same and the entropy in nats of each row's distribution, each [rows]."""
 
     @abstractmethod
-    def log_probs_at(self, ids: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
+    def log_probs_at(self, ids: Tensor, *, temperature: Temperature = 1.0) -> Tensor:
         """Log-probabilities [rows, k] of ``ids`` [rows, k] instead of the target."""
 
 
@@ -64,21 +65,19 @@ class FusedOutputs(TargetOutputs):
         return total
 
     @override
-    def log_probs(self, *, temperature: float | Tensor = 1.0) -> Tensor:
+    def log_probs(self, *, temperature: Temperature = 1.0) -> Tensor:
         losses: Tensor = self._cross_entropy(reduction="none", temperature=temperature)
         return -losses
 
     @override
-    def log_probs_and_entropies(
-        self, *, temperature: float | Tensor = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def log_probs_and_entropies(self, *, temperature: Temperature = 1.0) -> tuple[Tensor, Tensor]:
         losses, entropies = self._cross_entropy(
             reduction="none", return_entropy=True, temperature=temperature
         )
         return -losses, entropies
 
     @override
-    def log_probs_at(self, ids: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
+    def log_probs_at(self, ids: Tensor, *, temperature: Temperature = 1.0) -> Tensor:
         return linear_log_probs_at(
             self.hidden,
             self.weight,
@@ -122,25 +121,23 @@ class LogitsOutputs(TargetOutputs):
         return self._targets_only(losses).sum()
 
     @override
-    def log_probs(self, *, temperature: float | Tensor = 1.0) -> Tensor:
+    def log_probs(self, *, temperature: Temperature = 1.0) -> Tensor:
         return self._targets_only(self._at_labels(self._logits(temperature).log_softmax(1)))
 
     @override
-    def log_probs_and_entropies(
-        self, *, temperature: float | Tensor = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def log_probs_and_entropies(self, *, temperature: Temperature = 1.0) -> tuple[Tensor, Tensor]:
         log_probs = self._logits(temperature).log_softmax(1)
         entropies = -(log_probs.exp() * log_probs).sum(1)
         of_targets = self._targets_only(self._at_labels(log_probs))
         return of_targets, self._targets_only(entropies)
 
     @override
-    def log_probs_at(self, ids: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
+    def log_probs_at(self, ids: Tensor, *, temperature: Temperature = 1.0) -> Tensor:
         valid = (self.labels != IGNORE_INDEX)[:, None]
         log_probs = self._logits(temperature).log_softmax(1)
         return torch.where(valid, log_probs.gather(1, ids.long().where(valid, 0)), 0)
 
-    def _logits(self, temperature: float | Tensor) -> Tensor:
+    def _logits(self, temperature: Temperature) -> Tensor:
         logits = self.logits if self.logits.dtype == torch.float64 else self.logits.float()
         return logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 

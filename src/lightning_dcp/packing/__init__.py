@@ -3,7 +3,7 @@
 from lightning_dcp.packing.batch import IGNORE_INDEX, GlobalBatch, read_global_batch
 from lightning_dcp.packing.jagged import Jagged, is_jagged, read_jagged
 from lightning_dcp.packing.layout import PackLayout
-from lightning_dcp.packing.micro_batch import MicroBatch, MTPTargets, PackedSequences
+from lightning_dcp.packing.micro_batch import MicroBatch, MTPTargets
 from lightning_dcp.packing.pack import pack_micro_batch
 from lightning_dcp.packing.routes import ROUTES, MicroBatchRoutes, RouteShape, check_routes
 from lightning_dcp.packing.unpack import UnpackedSamples, to_jagged, unpack_rows
@@ -17,7 +17,6 @@ __all__ = [
     "MicroBatch",
     "MicroBatchRoutes",
     "PackLayout",
-    "PackedSequences",
     "RouteShape",
     "UnpackedSamples",
     "check_routes",

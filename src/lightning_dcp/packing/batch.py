@@ -42,15 +42,10 @@ class GlobalBatch:
         """``[num_samples]`` int64: tokens of each sample."""
         return self.input_ids.lengths
 
-    @property
-    def num_targets(self) -> Tensor:
-        """int64 scalar: tokens of all samples that are targets; a sample's first one never is."""
-        return self.num_targets_from(1)
-
     def num_targets_from(self, position: int) -> Tensor:
         """int64 scalar: targets at this position of their samples or later.
 
-        Depth ``k`` of multi-token prediction has those from position ``k + 1`` on.
+        The next token has those from 1 on, depth ``k`` of multi-token prediction from ``k + 1``.
         """
         lengths = self.labels.lengths
         is_target = _token_rows(self.labels) != IGNORE_INDEX
@@ -133,7 +128,6 @@ def _read_key(
             f"'{key}' must be a jagged NestedTensor or a tensor [num_samples, ...], found a "
             f"{type(value).__name__}."
         )
-    jagged_value: Any = value
     if not is_jagged(value):
         if value.dim() == 0 or value.shape[0] != len(tokens.lengths):
             raise ValueError(
@@ -141,10 +135,8 @@ def _read_key(
                 f"has {len(tokens.lengths)} rows, one per sample."
             )
         return value
-    if (
-        jagged_value.offsets() is input_ids.offsets()
-        and jagged_value.lengths() is input_ids.lengths()
-    ):
+    of_key: Any = value
+    if of_key.offsets() is input_ids.offsets() and of_key.lengths() is input_ids.lengths():
         # Built from the same offsets: the same lengths, without reading them again.
         return Jagged(value.values(), tokens.starts, tokens.lengths)
     jagged = read_jagged(value, key)
@@ -184,9 +176,7 @@ def _check_one_value_a_token(jagged: Jagged, name: str) -> None:
 def _checked_ids(jagged: Jagged, name: str, vocab_size: int | None, *, ignore: bool) -> Jagged:
     """The ids, or an error that names the first sample with one outside the vocabulary.
 
-    Ids of tensors on the host only are compared with the vocabulary.
-
-    On a device the check would wait for it at every step, so that ids are left to the embedding.
+    On a device the comparison would wait for it at every step: those are left to the embedding.
     """
     _check_one_value_a_token(jagged, name)
     values = jagged.values

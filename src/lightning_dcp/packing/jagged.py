@@ -28,9 +28,7 @@ class Jagged:
     def first_where(self, bad: Tensor) -> tuple[int, int] | None:
         """Sample and position in it of the first row for which ``bad`` holds, for errors.
 
-        Args:
-            bad: ``[stored rows, ...]`` bool, on the host. Rows that lie between samples belong to
-                none, and do not count.
+        ``bad`` is ``[stored rows, ...]`` bool, on the host. Rows between samples do not count.
         """
         rows = bad.flatten(1).any(1) if bad.dim() > 1 else bad
         for sample, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
@@ -51,10 +49,6 @@ def read_jagged(tensor: Any, name: str = "tensor") -> Jagged:
     A tensor that ``narrow`` made is not contiguous: it has lengths of its own, and the differences
     of its offsets are not its lengths. Both kinds are read here. On a device other than the CPU
     the boundaries are copied to the host, which waits for the device: once per batch, not per key.
-
-    Args:
-        tensor: The jagged tensor.
-        name: What errors call it.
 
     Raises:
         TypeError: Not a jagged NestedTensor, or ragged in another dimension than the first.

@@ -34,15 +34,8 @@ class PackedSequences:
         """Those of a layout, without a group, on a device."""
         real = torch.from_numpy(layout.cu_seqlens).to(device, non_blocking=True)
         padded = torch.from_numpy(layout.cu_seqlens_padded).to(device, non_blocking=True)
-        return cls(
-            cu_seqlens_q=real,
-            cu_seqlens_kv=real,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=layout.max_seqlen,
-            max_seqlen_kv=layout.max_seqlen,
-            local_cp_size=layout.cp_size,
-        )
+        longest = layout.max_seqlen
+        return cls(real, real, padded, padded, longest, longest, local_cp_size=layout.cp_size)
 
 
 @dataclass(frozen=True)
@@ -115,9 +108,7 @@ class MicroBatch:
         """This micro-batch with every tensor on ``device``; changes it in place."""
 
         def move(value: Any) -> Any:
-            return (
-                value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
-            )
+            return value.to(device, non_blocking=non_blocking) if torch.is_tensor(value) else value
 
         for owner in (self, self.packed_seq_params):
             for each in fields(owner):

@@ -31,6 +31,8 @@ def pack_micro_batch(
     Everything but the copies is computed from lengths on the host: nothing waits for a device. One
     index serves every per-token key; the next token's value is read off the row below.
 
+    The micro-batch is on the device of the batch.
+
     Args:
         batch: The global batch.
         sample_ids: Which samples, in pack order.
@@ -40,9 +42,6 @@ def pack_micro_batch(
         target_extras: Keys of ``batch.extras`` that are wanted for each row's target too.
         padding: How the pack is filled up beyond its sequences, with padding at its end.
         mtp_depths: Depths of multi-token prediction that ``MicroBatch.mtp`` is wanted for.
-
-    Returns:
-        The micro-batch, on the device of the batch.
 
     Raises:
         ValueError: No sample, a sample that the batch lacks, a rank outside the group, or a pack
@@ -54,11 +53,7 @@ def pack_micro_batch(
             f"sample_ids must be in 0..{len(batch) - 1}, found {ids.min()} to {ids.max()}."
         )
     layout = PackLayout.of(
-        batch.lengths[ids],
-        cp_size=cp_size,
-        cp_rank=cp_rank,
-        tp_size=tp_size,
-        padding=padding,
+        batch.lengths[ids], cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size, padding=padding
     )
     pick = _RowPicker(layout, ids, batch.lengths)
     labels, loss_mask = pick.targets(batch)

@@ -1,9 +1,4 @@
-"""Router replay's data: which experts each layer sent each token to.
-
-Three things bear on it, each with a name of its own. A batch has *routed experts* (key ``ROUTES``),
-one entry a token. A micro-batch has :class:`MicroBatchRoutes`: those of its rows, for the routers
-to replay, and the place where they *record* what they used.
-"""
+"""Router replay's data: which experts each layer sent each token to."""
 
 from __future__ import annotations
 
@@ -89,15 +84,9 @@ class MicroBatchRoutes:
         *,
         record: bool = False,
     ) -> Self:
-        """Those of a micro-batch on its device.
+        """Those of a micro-batch of ``batch`` on its device; none for a model without replay.
 
         Rows without a route are padding, and the last token of a sample whose routes end before it.
-
-        Args:
-            micro_batch: Packed, on its device.
-            batch: The global batch that it is of.
-            shape: What the model's routes look like; None if it neither replays nor records.
-            record: Whether routers leave the experts that they use.
         """
         if shape is None:
             return cls()
@@ -118,11 +107,8 @@ def check_routes(
 ) -> None:
     """Refuses routes that a model cannot replay; a batch without any passes.
 
-    Args:
-        batch: The batch.
-        shape: What the model's routes look like; None if it replays none.
-        part: ``(index, number)``: repeated experts are looked for in one of so many parts of the
-            batch, which ranks that hold the same batch share among them.
+    Repeated experts are looked for in one ``part`` ``(index, number)`` of so many of the batch,
+    which ranks that hold the same batch share among them.
 
     Raises:
         ValueError: Routes for a model that replays none, or with other layers, another top-k,

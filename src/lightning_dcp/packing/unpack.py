@@ -30,12 +30,9 @@ class UnpackedSamples:
 def unpack_rows(
     rows_of_ranks: Sequence[Tensor], layout: PackLayout, sample_ids: Sequence[int]
 ) -> UnpackedSamples:
-    """Puts the rows of a CP group together again, without the padding.
+    """Puts the ``[rows, ...]`` of each CP rank together again, without the padding.
 
-    Args:
-        rows_of_ranks: For each CP rank its ``[rows, ...]``; ``cp_size`` of them.
-        layout: The pack's layout, of any of the ranks.
-        sample_ids: The samples of the pack, in pack order.
+    ``layout`` is that of any of the ranks; ``sample_ids`` are in pack order.
 
     Raises:
         ValueError: Not one id a sequence, not one tensor a rank, or another number of rows.
@@ -63,10 +60,6 @@ def unpack_rows(
 
 def to_jagged(parts: Iterable[UnpackedSamples], num_samples: int) -> Tensor:
     """A jagged NestedTensor of all samples, in the order of the global batch.
-
-    Args:
-        parts: The samples, each in exactly one part.
-        num_samples: Samples of the global batch.
 
     Raises:
         ValueError: A sample that is there twice or not at all; the message names it.

@@ -92,8 +92,12 @@ class ParallelContext:
                 self._destroy_groups()
         finally:
             parallel_state.destroy_model_parallel()
-            _reset_megatron_classes()
             disable_cpu_mode()
+            # A cache over all instances, keyed by CP group: it would keep groups and sockets.
+            RotaryEmbedding.forward.cache_clear()
+            # Pipelines leave scales of shape [1], which the next run without them cannot use.
+            MoEAuxLossAutoScaler.main_loss_backward_scale = None
+            MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
 
     def _destroy_groups(self) -> None:
         self.cp_groups.destroy()
@@ -105,15 +109,6 @@ class ParallelContext:
                 dist.destroy_process_group(group)
 
 
-def _reset_megatron_classes() -> None:
-    """Puts back what Megatron-Core keeps of a run in its classes."""
-    # A cache over all instances, keyed by CP group: it would keep groups, threads and sockets.
-    RotaryEmbedding.forward.cache_clear()
-    # Pipelines leave scales of shape [1], which the next run without them cannot use.
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
-
-
 def setup_parallel(
     sizes: ParallelSizes,
     *,
@@ -123,15 +118,13 @@ def setup_parallel(
     """Sets up Megatron-Core's parallel state and the dynamic CP groups for ``sizes``.
 
     The default process group must exist. Where there is no CUDA device, CPU mode is switched on.
+    Call ``destroy`` of the context at the end.
 
     Args:
         sizes: The parallel sizes.
         current: What an earlier call returned: given back as it is when it is still in force and
             has the same sizes, torn down when the sizes differ.
         timeout: Of the process groups.
-
-    Returns:
-        The context; call its ``destroy`` at the end.
 
     Raises:
         RuntimeError: There is no default process group, its size is not the one in ``sizes``, or
@@ -172,9 +165,7 @@ def setup_parallel(
 
 
 def _initialize_megatron(sizes: ParallelSizes, timeout: timedelta | None) -> None:
-    minutes = (
-        {} if timeout is None else {"distributed_timeout_minutes": timeout.total_seconds() / 60}
-    )
+    minutes = {"distributed_timeout_minutes": timeout.total_seconds() / 60} if timeout else {}
     virtual = sizes.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,24 +34,23 @@ def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
     Returns:
         A function that takes the hooks away and restores the collections; harmless twice.
     """
-    _prepare_transformer_engine()
-    undo: list[Callable[[], None]] = []
+    if torch.cuda.is_available():
+        from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+        # TransformerEngine's attention makes its stream for a static CP size only.
+        if HAVE_TE and TEDotProductAttention.cp_stream is None:
+            TEDotProductAttention.cp_stream = torch.cuda.Stream()
+    undo = ExitStack()
     for module in model.modules():
         if isinstance(module, Attention):
-            undo.append(_install_on(module))
-
+            _install_on(module, undo)
     listeners = [module for module in model.modules() if hasattr(module, "sequences")]
     if listeners:
-        undo.append(_announce_to(model, listeners))
-
-    def remove() -> None:
-        while undo:
-            undo.pop()()
-
-    return remove
+        _announce_to(model, listeners, undo)
+    return undo.close
 
 
-def _announce_to(model: torch.nn.Module, listeners: list[Any]) -> Callable[[], None]:
+def _announce_to(model: torch.nn.Module, listeners: list[Any], undo: ExitStack) -> None:
     def announce(sequences: BoundPackedSeqParams | None) -> None:
         for listener in listeners:
             listener.sequences = sequences
@@ -65,24 +65,17 @@ def _announce_to(model: torch.nn.Module, listeners: list[Any]) -> Callable[[], N
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: announce(sequences))
 
-    handles = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-        announce(None)
-
-    return remove
+    undo.callback(announce, None)
+    undo.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
+    undo.enter_context(model.register_forward_hook(after, with_kwargs=True))
 
 
-def _install_on(attention: Any) -> Callable[[], None]:
+def _install_on(attention: Any, undo: ExitStack) -> None:
     # The whole model shares one collection, and others read its `cp` for what it is, the static
     # group: with a copy each, attention modules alone see the swap.
     shared = attention.pg_collection
     attention.pg_collection = copy.copy(shared)
+    undo.callback(setattr, attention, "pg_collection", shared)
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         group = getattr(kwargs.get("packed_seq_params"), "cp_group", None)
@@ -91,24 +84,5 @@ def _install_on(attention: Any) -> Callable[[], None]:
     def after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         module.pg_collection.cp = shared.cp
 
-    handles = [
-        attention.register_forward_pre_hook(before, with_kwargs=True),
-        attention.register_forward_hook(after, with_kwargs=True, always_call=True),
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-        attention.pg_collection = shared
-
-    return remove
-
-
-def _prepare_transformer_engine() -> None:
-    """Gives TransformerEngine's attention the stream that it only makes for a static CP size."""
-    if not torch.cuda.is_available():
-        return
-    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
-
-    if HAVE_TE and TEDotProductAttention.cp_stream is None:
-        TEDotProductAttention.cp_stream = torch.cuda.Stream()
+    undo.enter_context(attention.register_forward_pre_hook(before, with_kwargs=True))
+    undo.enter_context(attention.register_forward_hook(after, with_kwargs=True, always_call=True))

@@ -22,11 +22,7 @@ class CudaNamesOnCpu(TorchFunctionMode):
     """Turns a ``device`` that names CUDA into the CPU, and ``Tensor.type()`` into CUDA's name."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -111,20 +107,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _enter() -> contextlib.ExitStack:
-    """Puts the stand-ins and the mode in place; closing what it gives takes them away again."""
-    undo = contextlib.ExitStack()
-    for owner, name, stand_in in _replacements():
-        # What was inherited is not put back, but laid bare again.
-        if name in vars(owner):
-            undo.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            undo.callback(delattr, owner, name)
-        setattr(owner, name, stand_in)
-    undo.enter_context(CudaNamesOnCpu())
-    return undo
-
-
 _active: contextlib.ExitStack | None = None
 
 
@@ -140,9 +122,19 @@ def enable_cpu_mode() -> bool:
         Whether CPU mode is in force: False where a CUDA device is there, and nothing is touched.
     """
     global _active
-    if _active is None and not torch.cuda.is_available():
-        _active = _enter()
-    return _active is not None
+    if _active is not None or torch.cuda.is_available():
+        return _active is not None
+    undo = contextlib.ExitStack()
+    for owner, name, stand_in in _replacements():
+        # What was inherited is not put back, but laid bare again.
+        if name in vars(owner):
+            undo.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            undo.callback(delattr, owner, name)
+        setattr(owner, name, stand_in)
+    undo.enter_context(CudaNamesOnCpu())
+    _active = undo
+    return True
 
 
 def disable_cpu_mode() -> None:

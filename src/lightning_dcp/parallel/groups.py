@@ -16,15 +16,9 @@ from lightning_dcp.config.parallel import cp_sizes_of_pool
 
 
 def all_groups(size: int, num_ranks: int) -> list[range]:
-    """The CP groups of ``size`` in a pool, as pool ranks.
+    """The CP groups of ``size`` in a pool, as pool ranks: contiguous, aligned to ``size``.
 
-    Args:
-        size: One of :func:`cp_sizes_of_pool`.
-        num_ranks: Ranks of the pool.
-
-    Returns:
-        Contiguous groups, aligned to ``size``; a last group that the pool cannot fill is left out
-        (in a pool of 6 there is one group of 4).
+    A last group that the pool cannot fill is left out (in a pool of 6 there is one group of 4).
     """
     return [range(first, first + size) for first in range(0, num_ranks - size + 1, size)]
 
@@ -46,12 +40,7 @@ class DynamicCPGroups:
     def create(
         cls, pool_ranks: Sequence[int], *, timeout: timedelta | None = None
     ) -> DynamicCPGroups:
-        """Makes the groups; a collective: every rank of the world calls it.
-
-        Args:
-            pool_ranks: Global ranks of the pool that this process is in, in pool order.
-            timeout: Given to ``torch.distributed.new_group``.
-        """
+        """Makes the groups of this process's pool; a collective of the whole world."""
         pools: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(pools, list(pool_ranks))
         groups = cls(tuple(pool_ranks), pool_ranks.index(dist.get_rank()))

@@ -48,11 +48,6 @@ class BoundPackedSeqParams(PackedSeqParams):
     routes: MicroBatchRoutes = field(default_factory=MicroBatchRoutes)
     _on_device: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def num_real_tokens(self) -> int:
-        """Tokens of the micro-batch over its whole group, without padding."""
-        return sum(self.layout.lengths)
-
     def gather_index(self, device: torch.device) -> Tensor:
         """``PackLayout.gather_index`` on a device; moved there once, for all layers."""
         return self._moved("gather_index", device)
@@ -91,30 +86,25 @@ def bind_micro_batch(
     Args:
         micro_batch: A packed micro-batch.
         groups: The groups of this rank's pool.
-        batch_totals: Of the global batch; the micro-batch is all of it when None.
-        max_rows_of_step: The most rows that any rank has in this step of the plan; this rank's
-            own when None.
-        routes: To replay or record; none when None.
+        batch_totals: Of the global batch; by default the micro-batch is all of it.
+        max_rows_of_step: As in the class; this rank's own by default.
+        routes: To replay or record, if any.
     """
     layout = micro_batch.layout
-    packed = micro_batch.packed_seq_params
-    micro_batch.packed_seq_params = BoundPackedSeqParams(
-        qkv_format=packed.qkv_format,
-        cu_seqlens_q=packed.cu_seqlens_q_padded,
-        cu_seqlens_kv=packed.cu_seqlens_kv_padded,
-        cu_seqlens_q_padded=packed.cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=packed.cu_seqlens_kv_padded,
-        max_seqlen_q=packed.max_seqlen_q,
-        max_seqlen_kv=packed.max_seqlen_kv,
-        local_cp_size=micro_batch.local_cp_size,
+    boundaries = vars(micro_batch.packed_seq_params)
+    padded = boundaries["cu_seqlens_q_padded"]
+    of_run = {
+        "cu_seqlens_q": padded,
+        "cu_seqlens_kv": padded,
         # Every rank of the pool has the same plan: the others of this group are in it now, too.
-        cp_group=groups[micro_batch.local_cp_size],
-        layout=layout,
-        batch_totals=batch_totals or _totals_of(micro_batch),
-        max_rows_of_step=max_rows_of_step or layout.num_rows,
-        mtp=micro_batch.mtp,
-        routes=routes or MicroBatchRoutes(),
-    )
+        "cp_group": groups[micro_batch.local_cp_size],
+        "layout": layout,
+        "batch_totals": batch_totals or _totals_of(micro_batch),
+        "max_rows_of_step": max_rows_of_step or layout.num_rows,
+        "mtp": micro_batch.mtp,
+        "routes": routes or MicroBatchRoutes(),
+    }
+    micro_batch.packed_seq_params = BoundPackedSeqParams(**boundaries | of_run)
     return micro_batch
 
 

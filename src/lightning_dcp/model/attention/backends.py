@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.model.attention.packed import PackedAttention
-from lightning_dcp.model.norm import RMSNorm
+from lightning_dcp.model.layers import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,9 @@ class AttentionBackend:
 
 
 def choose_backend(name: str, *, cpu_mode: bool) -> AttentionBackend:
-    """The backend of a run.
+    """The backend of a run: a key of :data:`BACKENDS`, or "auto".
 
-    Args:
-        name: A key of :data:`BACKENDS`, or "auto": TransformerEngine's where it is installed and
-            there is a GPU, PyTorch's elsewhere.
-        cpu_mode: Whether the run is on the CPU.
+    That is TransformerEngine's where it is installed and there is a GPU, PyTorch's elsewhere.
 
     Raises:
         ValueError: There is no such backend, or it cannot serve this run.

@@ -9,12 +9,12 @@ attends to nothing: a pack may end in many rows of it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,9 +33,8 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
     ) -> None:
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type is not AttnMaskType.causal:
@@ -56,19 +55,10 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: BoundPackedSeqParams | None = None,
     ) -> Tensor:
-        """Attends; shapes are per rank.
+        """Attends: ``[rows, heads * width]`` of this rank; the layout of the pack is the mask.
 
-        Args:
-            query: ``[rows, heads, width]``.
-            key: ``[rows, groups, width]``; ``heads`` is a multiple of ``groups``.
-            value: ``[rows, groups, width]``.
-            attention_mask: Not used: the layout of the pack is the mask.
-            attn_mask_type: Not used, as above.
-            attention_bias: Must be None.
-            packed_seq_params: The boundaries of the pack, bound to its CP group.
-
-        Returns:
-            ``[rows, heads * width]``.
+        Shapes of ``query`` and of ``key`` and ``value``: ``[rows, heads, width]`` and ``[rows,
+        groups, width]`` per rank, with ``heads`` a multiple of ``groups``.
 
         Raises:
             TypeError: ``packed_seq_params`` was not made by ``bind_micro_batch``.
@@ -92,13 +82,7 @@ def gather_sequences(
 ) -> tuple[Tensor, Tensor]:
     """The keys and values of the whole group, in token order.
 
-    Args:
-        key: ``[rows, groups, width]`` of this rank.
-        value: The same of the values.
-        sequences: The bound boundaries.
-
-    Returns:
-        Two tensors ``[padded tokens of the pack, groups, width]``.
+    From ``[rows, groups, width]`` of this rank to ``[padded tokens of the pack, groups, width]``.
     """
     if sequences.layout.cp_size == 1:
         return key, value
@@ -123,47 +107,28 @@ def attend_packed(
         ``[rows, heads, width]``; zeros at padding, but for the first rows of a chunk of it.
     """
     outputs = []
-    for chunk in _chunks(layout):
-        output = _attend(
-            query[chunk.first_row : chunk.first_row + chunk.attending],
-            key[chunk.first_token : chunk.first_token + chunk.num_tokens],
-            value[chunk.first_token : chunk.first_token + chunk.num_tokens],
-            scale,
-        )
-        if chunk.attending < chunk.num_rows:
-            output = F.pad(output, (0, 0, 0, 0, 0, chunk.num_rows - chunk.attending))
-        outputs.append(output)
+    for rows, tokens, num_padding in _chunks(layout):
+        output = _attend(query[rows], key[tokens], value[tokens], scale)
+        outputs.append(F.pad(output, (0, 0, 0, 0, 0, num_padding)) if num_padding else output)
     return torch.cat(outputs)
 
 
-class _Chunk(NamedTuple):
-    """Consecutive rows of one sequence: the first of them attend, the others are padding."""
+def _chunks(layout: PackLayout) -> Iterator[tuple[slice, slice, int]]:
+    """Of each chunk of this rank the rows that attend, what they attend to, and its padding rows.
 
-    first_row: int
-    num_rows: int
-    attending: int
-    first_token: int
-    num_tokens: int
-
-
-def _chunks(layout: PackLayout) -> list[_Chunk]:
-    """The chunks of this rank, with the tokens of their sequences up to the last attending row."""
-    chunks = []
+    They attend to the tokens of their sequence up to the last of them.
+    """
     cp_size, cp_rank = layout.cp_size, layout.cp_rank
     indices = (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
     tokens, rows = layout.cu_seqlens_padded.tolist(), layout.row_starts.tolist()
     for index, padded in enumerate(layout.padded_lengths.tolist()):
         size = padded if cp_size == 1 else padded // (2 * cp_size)
         for half, chunk in enumerate(indices):
-            before = chunk * size
+            before, first_row, first_token = chunk * size, rows[index] + half * size, tokens[index]
             # One at least: all ranks of the group meet in the backward pass of the keys.
             attending = min(max(layout.lengths[index] - before, 1), size)
-            chunks.append(
-                _Chunk(
-                    rows[index] + half * size, size, attending, tokens[index], before + attending
-                )
-            )
-    return chunks
+            attended = slice(first_token, first_token + before + attending)
+            yield slice(first_row, first_row + attending), attended, size - attending
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

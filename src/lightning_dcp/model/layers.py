@@ -1,4 +1,4 @@
-"""A critic's output layer: one number a token instead of logits."""
+"""Layers of ours in place of Megatron-Core's: a norm, and a critic's output layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,29 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+class RMSNorm(torch.nn.RMSNorm):
+    """Torch's RMSNorm with the face of Megatron-Core's norms.
+
+    Megatron-Core's own wrapper of torch's norms refuses sequence parallelism. There each
+    tensor-parallel rank norms its slice of the rows, so that the weight's gradient is a partial sum
+    on each: the mark on the weight makes ``finalize_model_grads`` add them up.
+
+    Args:
+        config: The model's config.
+        hidden_size: Width that is normed.
+        eps: Added to the mean square.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # A mark of Megatron-Core's, which torch's Parameter has no field for.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class ValueHead(MegatronModule):
-    """The weight of a linear layer from the last hidden states to one number.
+    """The weight of a linear layer from the last hidden states to one number, instead of logits.
 
     All tensor-parallel ranks hold all of it and apply it to whole rows: under sequence parallelism
     the rows are gathered before (``hidden_states`` does), so that its gradient is complete on every
