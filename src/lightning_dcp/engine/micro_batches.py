@@ -46,10 +46,7 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches, one for each of :func:`steps_to_run`, bound and on its device.
 
-    Args:
-        planned: The batch and its plan.
-        context: The parallel state.
-        recorded: Gets what routers record of each of them; None to record nothing.
+    ``recorded`` gets what routers record of each of them; None records nothing.
     """
     batch, plan, sizes = planned.batch, planned.plan, context.sizes
     rank, device = context.pool_rank, context.device

@@ -144,9 +144,7 @@ class DynamicCPEngine:
     ) -> Iterator[MicroBatch]:
         """This rank's micro-batches, bound and on its device, in the order in which they run.
 
-        Args:
-            planned: From :meth:`prepare`.
-            recorded: Gets what routers record of each of them; None to record nothing.
+        ``recorded`` gets what routers record of each of them.
         """
         return micro_batches(planned, self.context, recorded)
 
