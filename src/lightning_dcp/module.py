@@ -394,13 +394,10 @@ class DynamicCPModule(LightningModule):
         """Megatron-Core's optimizer and a torch scheduler; one step of both a global batch."""
         optimizer = self._strategy.build_optimizer(self.optimizer_settings)
         scheduler = lr_scheduler(self.lr_schedule, optimizer, self._total_steps())
-        return cast(
-            OptimizerLRScheduler,
-            {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
-            },
-        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
+        }
 
     def _total_steps(self) -> int | None:
         """Optimizer steps of the whole fit; None where the schedule does not need them."""

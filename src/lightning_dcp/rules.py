@@ -19,6 +19,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_dcp.config.model import ModelConfig, Recompute
 from lightning_dcp.objectives import Objective
 
+Check = Callable[..., None]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -35,19 +37,17 @@ class Rule:
     feature: str
     other: str
     instead: str
-    check: Callable[..., None]
+    check: Check
     facts: frozenset[str]
 
 
 RULES: list[Rule] = []
 
 
-def rule(
-    feature: str, other: str, *, instead: str
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def rule(feature: str, other: str, *, instead: str) -> Callable[[Check], Check]:
     """Registers a function that raises where a run has both of two things."""
 
-    def register(check: Callable[..., None]) -> Callable[..., None]:
+    def register(check: Check) -> Check:
         facts = frozenset(inspect.signature(check).parameters)
         RULES.append(Rule(feature, other, instead, check, facts))
         return check

@@ -326,12 +326,8 @@ class DynamicCPStrategy(DDPStrategy):
     ) -> PlanSettings:
         """How a run of this strategy plans; no process need run.
 
-        Args:
-            sizes: From :meth:`parallel_sizes`.
-            model: The model's sizes.
-            device: Speeds of the devices.
-            max_length: Of the data's sequences; a cap of ``"auto"`` follows from it.
-            cost_model: A measured one in place of the estimate.
+        A cap of ``"auto"`` follows from ``max_length``, that of the data's sequences. The cost
+        model, if none was measured, is estimated from the sizes and the device's data sheet.
         """
         return PlanSettings.of_run(
             sizes,

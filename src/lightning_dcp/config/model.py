@@ -213,7 +213,7 @@ class Recompute:
     """What the forward pass throws away and the backward pass computes again, to save memory.
 
     Raises:
-        ValueError: Options of one granularity with the other.
+        ValueError: Unknown modules, or num_layers below 1.
     """
 
     granularity: Literal["full", "selective"] | None = None

@@ -54,9 +54,7 @@ class LRSchedule:
     def factor(self, step: int, total_steps: int | None) -> float:
         """What the highest learning rate is multiplied by at ``step``, which counts from 0.
 
-        Args:
-            step: Optimizer steps so far.
-            total_steps: Of the whole fit; None means no decay.
+        ``total_steps`` are those of the whole fit; None means no decay.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps

@@ -28,9 +28,7 @@ class PlannedBatch:
         batch: The batch.
         plan: The plan, the same on every rank.
         plan_wait: Seconds that this rank had to wait for the plan.
-        target_extras: Keys whose values micro-batches get by target as well.
-        mtp_depths: Depths of multi-token prediction that micro-batches carry ids and labels for.
-        routes: What the model's routes look like, if it replays or records any.
+        target_extras, mtp_depths, routes: As ``DynamicCPEngine.prepare`` took them.
     """
 
     batch: GlobalBatch

@@ -64,9 +64,7 @@ class PlanPrefetcher:
     def get(self, lengths: NDArray[np.int64], units: UnitIds = None) -> tuple[Plan, float]:
         """The plan, and the seconds that the caller had to wait for it; raises what planning does.
 
-        Args:
-            lengths: Tokens of each sample.
-            units: Which samples stay together.
+        ``lengths`` are tokens, ``[num_samples]``.
         """
         start = time.perf_counter()
         future = self._plans.pop(_key(lengths, units), None)
