@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_dcp.config.padding import TIGHT, PackPadding, longest_that_fits
 from lightning_dcp.data.lengths import read_length_file
-from lightning_dcp.planning import Plan, execution_of, plan_global_batch
+from lightning_dcp.planning import Plan, plan_global_batch
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ def plans(batches: list[NDArray[np.int64]], args: argparse.Namespace, padding: P
             lengths,
             num_ranks=args.ranks,
             max_seqlen_per_dp_cp_rank=args.cap,
-            execution=execution_of(),
+            execution="free_running",
             pad_to_length=padding.pad_to_length,
             pad_to_length_bucket=padding.pad_to_length_bucket,
         )

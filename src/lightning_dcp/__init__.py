@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lightning_dcp.config.model import ModelConfig as ModelConfig
     from lightning_dcp.config.model import Recompute as Recompute
     from lightning_dcp.config.moe import MoEConfig as MoEConfig
+    from lightning_dcp.config.optimizer import LRSchedule as LRSchedule
     from lightning_dcp.config.optimizer import OptimizerSettings as OptimizerSettings
-    from lightning_dcp.config.schedule import LRSchedule as LRSchedule
     from lightning_dcp.data import ParquetDataModule as ParquetDataModule
     from lightning_dcp.data import SyntheticDataModule as SyntheticDataModule
     from lightning_dcp.data import TextDataModule as TextDataModule
@@ -46,7 +46,7 @@ _MODULES = {
     "DynamicCPModule": "module",
     "DynamicCPStrategy": "strategy",
     "Extra": "objectives",
-    "LRSchedule": "config.schedule",
+    "LRSchedule": "config.optimizer",
     "MicroBatch": "packing",
     "MoEConfig": "config.moe",
     "ModelConfig": "config.model",

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from lightning_dcp.config.schedule import LRSchedule
+from lightning_dcp.config.optimizer import LRSchedule
 from lightning_dcp.engine import (
     DynamicCPEngine,
     MegatronOptimizer,
@@ -217,9 +217,6 @@ class DynamicCPModule(LightningModule):
     def hidden_states(self, micro_batch: MicroBatch) -> HiddenStates:
         """The model's last hidden states of a micro-batch and the output layer's weight.
 
-        Args:
-            micro_batch: As :meth:`micro_batch_step` gets it.
-
         Returns:
             ``hidden`` ``[rows, hidden_size]`` and ``weight`` ``[local vocabulary, hidden_size]``.
         """
@@ -237,7 +234,9 @@ class DynamicCPModule(LightningModule):
             else the objective counts. Nothing is divided here: the engine divides by their number
             in the global batch. A rank without any returns zero, made from the model's output.
         """
-        losses = self.objective(self._outputs(micro_batch), micro_batch)
+        has_values = self.model_config.head == "value"
+        outputs = (self.value_outputs if has_values else self.target_outputs)(micro_batch)
+        losses = self.objective(outputs, micro_batch)
         if losses.dim():
             if losses.shape != micro_batch.labels.shape:
                 raise ValueError(
@@ -247,17 +246,8 @@ class DynamicCPModule(LightningModule):
             losses = torch.where(micro_batch.loss_mask, losses, 0).sum()
         return losses, self.objective.count(micro_batch)
 
-    def _outputs(self, micro_batch: MicroBatch) -> TargetOutputs | ValueOutputs:
-        if self.model_config.head == "value":
-            return self.value_outputs(micro_batch)
-        return self.target_outputs(micro_batch)
-
     def target_outputs(self, micro_batch: MicroBatch) -> TargetOutputs:
-        """Runs the model; log-probabilities and entropies of the targets come when asked for.
-
-        Args:
-            micro_batch: As :meth:`micro_batch_step` gets it.
-        """
+        """Runs the model; log-probabilities and entropies of the targets come when asked for."""
         states = self.hidden_states(micro_batch)
         group = self._strategy.context.pg_collection.tp
         vocab_size = self.model_config.vocab_size
@@ -273,11 +263,7 @@ class DynamicCPModule(LightningModule):
         )
 
     def value_outputs(self, micro_batch: MicroBatch) -> ValueOutputs:
-        """Runs a model with a value head.
-
-        Args:
-            micro_batch: As :meth:`micro_batch_step` gets it.
-        """
+        """Runs a model with a value head."""
         states = self.hidden_states(micro_batch)
         return ValueOutputs(hidden=states.hidden, weight=states.weight)
 
@@ -285,10 +271,9 @@ class DynamicCPModule(LightningModule):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         strategy = self._strategy
         planned = self._prepare(batch, mtp_depths=self.model_config.mtp_num_layers)
-        step = strategy.engine.train_step(strategy.ddp, planned, self.micro_batch_step)
-        self.last_step = step
-        self.log_step(step)
-        return step.loss
+        self.last_step = strategy.engine.train_step(strategy.ddp, planned, self.micro_batch_step)
+        self.log_step(self.last_step)
+        return self.last_step.loss
 
     def _prepare(self, batch: Mapping[str, Any], *, mtp_depths: int = 0) -> PlannedBatch:
         """Checks and plans a global batch for the objective; a collective."""
@@ -304,11 +289,7 @@ class DynamicCPModule(LightningModule):
         )
 
     def log_step(self, step: StepResult) -> None:
-        """Logs what a training step gave, once a step; equal on all ranks, so nothing is synced.
-
-        Args:
-            step: The step's result.
-        """
+        """Logs what a training step gave, once a step; equal on all ranks, so nothing is synced."""
         sizes = step.plan.cp_sizes()
         values: dict[str, Tensor | float] = {
             self.objective.counts: step.num_tokens.float(),
@@ -413,13 +394,10 @@ class DynamicCPModule(LightningModule):
         """Megatron-Core's optimizer and a torch scheduler; one step of both a global batch."""
         optimizer = self._strategy.build_optimizer(self.optimizer_settings)
         scheduler = lr_scheduler(self.lr_schedule, optimizer, self._total_steps())
-        return cast(
-            OptimizerLRScheduler,
-            {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
-            },
-        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
+        }
 
     def _total_steps(self) -> int | None:
         """Optimizer steps of the whole fit; None where the schedule does not need them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, override
+from typing import override
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -41,11 +41,6 @@ class MegatronPrecision(Precision):
     def dtype(self) -> torch.dtype:
         """The type of weights and activations."""
         return _DTYPES[self.precision]
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        # The batch stays as the DataModule made it: extras may need their own types.
-        return data
 
     @override
     def clip_gradients(

@@ -138,17 +138,13 @@ def _column(value: Any, name: str) -> Any:
 
     if not is_jagged(value):
         return _array(value, name)
-    jagged = read_jagged(value, name)
-    ends = np.cumsum(jagged.lengths)
-    # Rows that lie between samples belong to none.
-    index = np.repeat(jagged.starts - (ends - jagged.lengths), jagged.lengths)
-    index += np.arange(len(index))
-    offsets = np.concatenate(([0], ends))
+    offsets = np.concatenate(([0], np.cumsum(read_jagged(value, name).lengths)))
     if offsets[-1] >= 2**31:
         raise ValueError(
             f"'{name}' has {offsets[-1]} tokens in one batch; parquet lists end at 2**31."
         )
-    rows = jagged.values.cpu().index_select(0, torch.from_numpy(index))
+    # Sample by sample: rows that lie between samples belong to none.
+    rows = torch.cat(value.unbind())
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), _array(rows, name))
 
 

@@ -19,6 +19,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_dcp.config.model import ModelConfig, Recompute
 from lightning_dcp.objectives import Objective
 
+Check = Callable[..., None]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -28,31 +30,27 @@ class Rule:
         feature: The one.
         other: The other.
         instead: Why, or what to do instead, in a few words; for the table.
-        find: The whole message if a run has both, else None.
-        error: The type of the error.
-        facts: Names of what ``find`` looks at.
+        check: Raises if a run has both.
+        facts: Names of what ``check`` looks at.
     """
 
     feature: str
     other: str
     instead: str
-    find: Callable[..., str | None]
-    error: type[Exception]
+    check: Check
     facts: frozenset[str]
 
 
 RULES: list[Rule] = []
 
 
-def rule(
-    feature: str, other: str, *, instead: str, error: type[Exception] = ValueError
-) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
-    """Registers a function that gives a message where a run has both of two things, else None."""
+def rule(feature: str, other: str, *, instead: str) -> Callable[[Check], Check]:
+    """Registers a function that raises where a run has both of two things."""
 
-    def register(find: Callable[..., str | None]) -> Callable[..., str | None]:
-        facts = frozenset(inspect.signature(find).parameters)
-        RULES.append(Rule(feature, other, instead, find, error, facts))
-        return find
+    def register(check: Check) -> Check:
+        facts = frozenset(inspect.signature(check).parameters)
+        RULES.append(Rule(feature, other, instead, check, facts))
+        return check
 
     return register
 
@@ -69,9 +67,7 @@ def refuse(**facts: Any) -> None:
     """
     for each in RULES:
         if each.facts <= facts.keys():
-            message = each.find(**{name: facts[name] for name in each.facts})
-            if message is not None:
-                raise each.error(message)
+            each.check(**{name: facts[name] for name in each.facts})
 
 
 def as_table() -> str:
@@ -84,26 +80,24 @@ def as_table() -> str:
 
 
 @rule("`dynamic_context_parallel=False`", "a planner other than `static`", instead="one of the two")
-def _planner_of_static(dynamic: bool, planner: str | None) -> str | None:
-    if dynamic or planner in (None, "static"):
-        return None
-    return (
-        f"planner={planner!r} chooses CP sizes, but dynamic_context_parallel=False asks for "
-        "one size. Leave one of the two out."
-    )
+def _planner_of_static(dynamic: bool, planner: str | None) -> None:
+    if not dynamic and planner not in (None, "static"):
+        raise ValueError(
+            f"planner={planner!r} chooses CP sizes, but dynamic_context_parallel=False asks for "
+            "one size. Leave one of the two out."
+        )
 
 
 # -- of the module alone --------------------------------------------------------------------------
 
 
 @rule("an objective", "a model with another `head`", instead="the head it names")
-def _head_of_objective(model: ModelConfig, objective: Objective) -> str | None:
-    if objective.head == model.head:
-        return None
-    return (
-        f"{type(objective).__name__} needs a model with head={objective.head!r}, found "
-        f"ModelConfig(head={model.head!r})."
-    )
+def _head_of_objective(model: ModelConfig, objective: Objective) -> None:
+    if objective.head != model.head:
+        raise ValueError(
+            f"{type(objective).__name__} needs a model with head={objective.head!r}, found "
+            f"ModelConfig(head={model.head!r})."
+        )
 
 
 @rule(
@@ -111,14 +105,13 @@ def _head_of_objective(model: ModelConfig, objective: Objective) -> str | None:
     "an objective that counts something else than tokens (DPO, a masked value loss)",
     instead="`mtp_num_layers=0`",
 )
-def _mtp_of_objective(model: ModelConfig, objective: Objective) -> str | None:
-    if not model.mtp_num_layers or _counts_tokens(objective):
-        return None
-    return (
-        f"ModelConfig(mtp_num_layers={model.mtp_num_layers}) weighs its losses by target tokens, "
-        f"and {type(objective).__name__} counts {objective.counts} of its own. Set "
-        "mtp_num_layers=0."
-    )
+def _mtp_of_objective(model: ModelConfig, objective: Objective) -> None:
+    if model.mtp_num_layers and not _counts_tokens(objective):
+        raise ValueError(
+            f"ModelConfig(mtp_num_layers={model.mtp_num_layers}) weighs its losses by target "
+            f"tokens, and {type(objective).__name__} counts {objective.counts} of its own. Set "
+            "mtp_num_layers=0."
+        )
 
 
 @rule(
@@ -126,16 +119,15 @@ def _mtp_of_objective(model: ModelConfig, objective: Objective) -> str | None:
     "an objective that counts something else than tokens",
     instead="`moe.expert_bias`",
 )
-def _router_losses_of_objective(model: ModelConfig, objective: Objective) -> str | None:
+def _router_losses_of_objective(model: ModelConfig, objective: Objective) -> None:
     names = ("aux_loss_coeff", "seq_aux_loss_coeff", "z_loss_coeff")
     used = [name for name in names if getattr(model.moe, name, 0)]
-    if not used or _counts_tokens(objective):
-        return None
-    return (
-        f"moe.{used[0]}={getattr(model.moe, used[0])} is weighed by target tokens, and "
-        f"{type(objective).__name__} counts {objective.counts} of its own. Set it to 0; "
-        "moe.expert_bias balances without a loss."
-    )
+    if used and not _counts_tokens(objective):
+        raise ValueError(
+            f"moe.{used[0]}={getattr(model.moe, used[0])} is weighed by target tokens, and "
+            f"{type(objective).__name__} counts {objective.counts} of its own. Set it to 0; "
+            "moe.expert_bias balances without a loss."
+        )
 
 
 def _counts_tokens(objective: Objective) -> bool:
@@ -146,59 +138,49 @@ def _counts_tokens(objective: Objective) -> bool:
 
 
 @rule("recomputation of `moe`, `moe_act`, `shared_experts`", "a dense model", instead="`mlp`")
-def _experts_recomputed(model: ModelConfig, recompute: Recompute) -> str | None:
+def _experts_recomputed(model: ModelConfig, recompute: Recompute) -> None:
     experts = sorted({"moe", "moe_act", "shared_experts"} & set(recompute.modules))
-    if model.moe is not None or not experts:
-        return None
-    return (
-        f"recompute.modules={experts} names parts of experts, and the model has none (moe=None). "
-        "Leave them out; 'mlp' recomputes a dense MLP."
-    )
+    if experts and model.moe is None:
+        raise ValueError(
+            f"recompute.modules={experts} names parts of experts, and the model has none (moe="
+            "None). Leave them out; 'mlp' recomputes a dense MLP."
+        )
 
 
-@rule("FP8", "the CPU", instead="a GPU with TransformerEngine", error=NotImplementedError)
-def _fp8_on_cpu(fp8: str | None, on_gpu: bool) -> str | None:
-    if fp8 is None or on_gpu:
-        return None
-    return (
-        "DynamicCPStrategy(fp8=...) needs a GPU and TransformerEngine, and this run computes on "
-        "the CPU. Leave fp8 out here; pad_to_length_bucket works on the CPU too."
-    )
+@rule("FP8", "the CPU", instead="a GPU with TransformerEngine")
+def _fp8_on_cpu(fp8: str | None, on_gpu: bool) -> None:
+    if fp8 is not None and not on_gpu:
+        raise NotImplementedError(
+            "DynamicCPStrategy(fp8=...) needs a GPU and TransformerEngine, and this run computes "
+            "on the CPU. Leave fp8 out here; pad_to_length_bucket works on the CPU too."
+        )
 
 
 @rule("FP8", "float32 weights", instead="`precision='bf16-mixed'`")
-def _fp8_in_float32(fp8: str | None, precision: str) -> str | None:
-    if fp8 is None or precision.startswith("bf16"):
-        return None
-    return (
-        f"DynamicCPStrategy(fp8=...) is for bfloat16 weights, found Trainer(precision="
-        f"{precision!r}). Use precision='bf16-mixed'."
-    )
+def _fp8_in_float32(fp8: str | None, precision: str) -> None:
+    if fp8 is not None and not precision.startswith("bf16"):
+        raise ValueError(
+            f"DynamicCPStrategy(fp8=...) is for bfloat16 weights, found Trainer(precision="
+            f"{precision!r}). Use precision='bf16-mixed'."
+        )
 
 
-@rule(
-    "`moe.router_fusion`",
-    "the CPU",
-    instead="a GPU with TransformerEngine",
-    error=NotImplementedError,
-)
-def _fused_router_on_cpu(model: ModelConfig, on_gpu: bool) -> str | None:
-    if on_gpu or model.moe is None or not model.moe.router_fusion:
-        return None
-    return (
-        "moe.router_fusion=True needs TransformerEngine's kernels on a GPU, and this run computes "
-        "on the CPU. Set it to False here."
-    )
+@rule("`moe.router_fusion`", "the CPU", instead="a GPU with TransformerEngine")
+def _fused_router_on_cpu(model: ModelConfig, on_gpu: bool) -> None:
+    if model.moe is not None and model.moe.router_fusion and not on_gpu:
+        raise NotImplementedError(
+            "moe.router_fusion=True needs TransformerEngine's kernels on a GPU, and this run "
+            "computes on the CPU. Set it to False here."
+        )
 
 
 @rule("samples that stay together (DPO)", "`planner='megatron'`", instead="`balanced`")
-def _units_of_megatron(objective: Objective, planner: str | None) -> str | None:
-    if objective.keep_together is None or planner != "megatron":
-        return None
-    return (
-        f"planner='megatron' cannot keep samples together, as {type(objective).__name__} "
-        "needs: Megatron-Core's scheduler places every sequence by itself. Use 'balanced'."
-    )
+def _units_of_megatron(objective: Objective, planner: str | None) -> None:
+    if objective.keep_together is not None and planner == "megatron":
+        raise ValueError(
+            f"planner='megatron' cannot keep samples together, as {type(objective).__name__} "
+            "needs: Megatron-Core's scheduler places every sequence by itself. Use 'balanced'."
+        )
 
 
 # -- of the Trainer -------------------------------------------------------------------------------
@@ -209,62 +191,49 @@ def _units_of_megatron(objective: Objective, planner: str | None) -> str | None:
     "this strategy",
     instead="a larger `global_batch_size`",
 )
-def _accumulation(trainer: Trainer) -> str | None:
-    if trainer.accumulate_grad_batches == 1:
-        return None
-    return (
-        f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) does not work "
-        "with DynamicCPStrategy: micro-batches are planned inside one global batch, and their "
-        "gradients add up there. Leave it at 1 and raise the DataModule's global_batch_size."
-    )
+def _accumulation(trainer: Trainer) -> None:
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) does not work "
+            "with DynamicCPStrategy: micro-batches are planned inside one global batch, and their "
+            "gradients add up there. Leave it at 1 and raise the DataModule's global_batch_size."
+        )
 
 
 @rule("`Trainer(gradient_clip_algorithm='value')`", "this strategy", instead="`'norm'`")
-def _clipping_by_value(trainer: Trainer) -> str | None:
+def _clipping_by_value(trainer: Trainer) -> None:
     by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-    if trainer.gradient_clip_val is None or not by_value:
-        return None
-    return (
-        "Trainer(gradient_clip_algorithm='value') does not work with DynamicCPStrategy, whose "
-        "optimizer clips by the global norm. Leave it out, or use 'norm'."
-    )
+    if trainer.gradient_clip_val is not None and by_value:
+        raise ValueError(
+            "Trainer(gradient_clip_algorithm='value') does not work with DynamicCPStrategy, whose "
+            "optimizer clips by the global norm. Leave it out, or use 'norm'."
+        )
 
 
-@rule(
-    "`Trainer(sync_batchnorm=True)`",
-    "this strategy",
-    instead="nothing: there is no batch norm",
-    error=NotImplementedError,
-)
-def _synced_batch_norm(trainer: Trainer) -> str | None:
-    if getattr(trainer.strategy, "_layer_sync", None) is None:
-        return None
-    return "Trainer(sync_batchnorm=True) does not work with DynamicCPStrategy: leave it out."
+@rule("`Trainer(sync_batchnorm=True)`", "this strategy", instead="nothing: there is no batch norm")
+def _synced_batch_norm(trainer: Trainer) -> None:
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise NotImplementedError(
+            "Trainer(sync_batchnorm=True) does not work with DynamicCPStrategy: leave it out."
+        )
 
 
-@rule(
-    "manual optimization",
-    "this strategy",
-    instead="automatic optimization",
-    error=NotImplementedError,
-)
-def _manual_optimization(module: LightningModule) -> str | None:
-    if module.automatic_optimization:
-        return None
-    return (
-        f"{type(module).__name__} sets automatic_optimization=False. DynamicCPStrategy runs "
-        "forward, backward and the optimizer step itself; leave it True."
-    )
+@rule("manual optimization", "this strategy", instead="automatic optimization")
+def _manual_optimization(module: LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise NotImplementedError(
+            f"{type(module).__name__} sets automatic_optimization=False. DynamicCPStrategy runs "
+            "forward, backward and the optimizer step itself; leave it True."
+        )
 
 
 @rule("a tokenizer", "a smaller vocabulary of the model", instead="`vocab_size` of the model")
-def _vocabulary_of_data(trainer: Trainer, module: LightningModule) -> str | None:
+def _vocabulary_of_data(trainer: Trainer, module: LightningModule) -> None:
     datamodule = getattr(trainer, "datamodule", None)
     of_data = getattr(datamodule, "vocab_size", None)
     of_model = getattr(module, "vocab_size", None)
-    if not (isinstance(of_data, int) and isinstance(of_model, int) and of_data > of_model):
-        return None
-    return (
-        f"{type(datamodule).__name__} has a vocabulary of {of_data} ids, the model one of "
-        f"{of_model}. Set the model's vocab_size to {of_data}."
-    )
+    if isinstance(of_data, int) and isinstance(of_model, int) and of_data > of_model:
+        raise ValueError(
+            f"{type(datamodule).__name__} has a vocabulary of {of_data} ids, the model one of "
+            f"{of_model}. Set the model's vocab_size to {of_data}."
+        )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, override
 
@@ -14,13 +14,13 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
-from lightning_dcp.config.cap import check_cap, resolve_cap
-from lightning_dcp.config.padding import PackPadding
+from lightning_dcp.config.padding import PackPadding, check_cap, resolve_cap
 from lightning_dcp.engine import (
     WHOLE,
     DynamicCPEngine,
@@ -29,7 +29,6 @@ from lightning_dcp.engine import (
     PlanningLoader,
     PlanSettings,
     build_optimizer,
-    preset_of_device,
     read_cost_model,
     wrap_chunks,
 )
@@ -42,18 +41,18 @@ from lightning_dcp.parallel import (
     install_cp_hooks,
     setup_parallel,
 )
-from lightning_dcp.planning import CostModel, DevicePreset, cost_model_of_run
+from lightning_dcp.planning import CostModel, DevicePreset, cost_model_of_run, preset_of
 from lightning_dcp.precision import MegatronPrecision
-from lightning_dcp.processes import ProcessStrategy
 from lightning_dcp.rules import refuse
 
 
-class DynamicCPStrategy(ProcessStrategy):
+class DynamicCPStrategy(DDPStrategy):
     """Trains with a context-parallel size chosen for every packed micro-batch.
 
     The ranks that are not needed for tensor parallelism form one pool (DPxCP). For each global
     batch, every rank makes the same plan: steps that cut the pool into CP groups, long sequences
-    on large groups, packs of short ones on single ranks.
+    on large groups, packs of short ones on single ranks. Ranks, launchers and collectives are those
+    of Lightning's ``DDPStrategy``; the model is never wrapped in torch's DDP.
 
     Args:
         max_seqlen_per_dp_cp_rank: The most rows (tokens, padding included) that a rank holds of one
@@ -165,7 +164,7 @@ class DynamicCPStrategy(ProcessStrategy):
         self._engine: DynamicCPEngine | None = None
         self._context: ParallelContext | None = None
         self._ddp: list[DistributedDataParallel] | None = None
-        self._remove_hooks: list[Callable[[], None]] = []
+        self._cleanup = ExitStack()
 
     # -- what a run has ------------------------------------------------------------------------
 
@@ -224,6 +223,12 @@ class DynamicCPStrategy(ProcessStrategy):
                 "your module from lightning_dcp.DynamicCPModule and put its loss in "
                 "micro_batch_step."
             )
+        # Lightning lets compiled modules pass where DDPStrategy runs them.
+        if model._compiler_ctx is not None:
+            raise NotImplementedError(
+                "DynamicCPStrategy does not run modules that torch.compile made: give the module "
+                "itself."
+            )
         super().connect(model)
 
     @override
@@ -259,7 +264,8 @@ class DynamicCPStrategy(ProcessStrategy):
             loop.inference_mode = False
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        context = self.context
+        context, device = self.context, self.root_device
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         measured = None
         if self.cost_model is not None:
             measured = read_cost_model(
@@ -271,16 +277,18 @@ class DynamicCPStrategy(ProcessStrategy):
         settings = self.plan_settings(
             context.sizes,
             module.model_config,
-            device=preset_of_device(self.root_device),
+            device=preset_of(device.type, device_name),
             max_length=getattr(getattr(trainer, "datamodule", None), "max_length", None),
             cost_model=measured,
         )
         self._engine = DynamicCPEngine(context, settings)
+        self._cleanup.callback(self._engine.close)
         self.model_to_device()
         assert module.model is not None
         chunks = model_chunks(module.model)
         check_routers(chunks, module.routes, self.context.sizes)
-        self._remove_hooks = [install_cp_hooks(chunk) for chunk in chunks]
+        for chunk in chunks:
+            self._cleanup.callback(install_cp_hooks(chunk))
         if trainer.state.fn == TrainerFn.FITTING:
             self._ddp = wrap_chunks(
                 chunks,
@@ -292,10 +300,7 @@ class DynamicCPStrategy(ProcessStrategy):
         self.setup_precision_plugin()
 
     def parallel_sizes(self, world_size: int) -> ParallelSizes:
-        """The parallel sizes of a run.
-
-        Args:
-            world_size: Its processes.
+        """The parallel sizes of a run of so many processes.
 
         Raises:
             ValueError: They do not work together.
@@ -321,12 +326,8 @@ class DynamicCPStrategy(ProcessStrategy):
     ) -> PlanSettings:
         """How a run of this strategy plans; no process need run.
 
-        Args:
-            sizes: From :meth:`parallel_sizes`.
-            model: The model's sizes.
-            device: Speeds of the devices.
-            max_length: Of the data's sequences; a cap of ``"auto"`` follows from it.
-            cost_model: A measured one in place of the estimate.
+        A cap of ``"auto"`` follows from ``max_length``, that of the data's sequences. The cost
+        model, if none was measured, is estimated from the sizes and the device's data sheet.
         """
         return PlanSettings.of_run(
             sizes,
@@ -396,10 +397,6 @@ class DynamicCPStrategy(ProcessStrategy):
             precision_plugin = MegatronPrecision(precision_plugin.precision)
         self._precision_plugin = precision_plugin
 
-    @override
-    def model_to_device(self) -> None:
-        self._module.to(self.root_device)
-
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -408,16 +405,17 @@ class DynamicCPStrategy(ProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        for remove in self._remove_hooks:
-            remove()
-        self._remove_hooks = []
-        if self._engine is not None:
-            self._engine.close()
+        self._cleanup.close()
         self._ddp = self._engine = None
         if self._context is not None:
             self._context.destroy()
         disable_cpu_mode()
-        super().teardown()
+        # Not DDPStrategy's, which moves the model and the optimizer to the CPU: Megatron-Core has
+        # laid weights and gradients out in buffers of its own.
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            assert part is not None
+            part.teardown()
+        self.checkpoint_io.teardown()
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

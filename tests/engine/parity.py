@@ -28,7 +28,7 @@ from lightning_dcp.engine import (
     full_model_state,
     wrap_chunks,
 )
-from lightning_dcp.engine.checkpoint import gather_whole
+from lightning_dcp.engine.checkpoint.whole import gather_whole
 from lightning_dcp.loss import linear_cross_entropy
 from lightning_dcp.model import (
     ModelConfig,

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_dcp.config.padding import PackPadding
 from lightning_dcp.config.parallel import ParallelSizes
-from lightning_dcp.planning import PlanSettings, execution_of, make_plan
+from lightning_dcp.planning import PlanSettings, make_plan
 
 LENGTHS = [30, 5, 9, 17, 3]
 
@@ -33,7 +33,6 @@ def plan_of(*, tp: int = 1, pp: int = 1, ep: int = 1, cap: int = 16, **options):
 )
 def test_plans_are_made_for_what_the_parallel_sizes_run(tp, pp, ep, execution):
     assert plan_of(tp=tp, pp=pp, ep=ep).report.execution == execution
-    assert execution_of(pipeline_model_parallel_size=pp, expert_model_parallel_size=ep) == execution
 
 
 def test_packs_are_planned_with_their_padding():

@@ -27,7 +27,7 @@ from parity import (
 
 from distributed import run_distributed
 from lightning_dcp.engine import DynamicCPEngine
-from lightning_dcp.engine.checkpoint import load_full_model_state
+from lightning_dcp.engine.checkpoint.whole import load_full_model_state
 from lightning_dcp.engine.collect import collect_outputs
 from lightning_dcp.engine.micro_batches import RecordedRoutes
 from lightning_dcp.model import (

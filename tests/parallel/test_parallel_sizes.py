@@ -20,16 +20,16 @@ NAMES = (
 
 def test_defaults_are_one_pool():
     sizes = ParallelSizes(world_size=6)
-    assert sizes.dp_cp_size == sizes.data_parallel_size == 6
+    assert sizes.dp_cp_size == 6
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "cp", "pool", "data"),
-    [(1, 1, 1, 1, 1), (8, 2, 1, 4, 4), (8, 2, 4, 4, 1), (6, 2, 3, 3, 1), (12, 3, 2, 4, 2)],
+    ("world", "tp", "cp", "pool"),
+    [(1, 1, 1, 1), (8, 2, 1, 4), (8, 2, 4, 4), (6, 2, 3, 3), (12, 3, 2, 4)],
 )
-def test_pool_and_data_parallel_size(world, tp, cp, pool, data):
+def test_pool_size(world, tp, cp, pool):
     sizes = ParallelSizes(world_size=world, tensor_model_parallel_size=tp, context_parallel_size=cp)
-    assert (sizes.dp_cp_size, sizes.data_parallel_size) == (pool, data)
+    assert sizes.dp_cp_size == pool
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -213,7 +213,7 @@ class Recompute:
     """What the forward pass throws away and the backward pass computes again, to save memory.
 
     Raises:
-        ValueError: Options of one granularity with the other.
+        ValueError: Unknown modules, or num_layers below 1.
     """
 
     granularity: Literal["full", "selective"] | None = None
@@ -234,18 +234,12 @@ class Recompute:
 
     def megatron_options(self) -> dict[str, Any]:
         """Megatron-Core's options."""
-        if self.granularity == "full":
-            return {
-                "recompute_granularity": "full",
-                "recompute_method": self.method,
-                "recompute_num_layers": self.num_layers,
-            }
+        if self.granularity is None:
+            return {}
+        options: dict[str, Any] = {"recompute_granularity": self.granularity}
         if self.granularity == "selective":
-            return {
-                "recompute_granularity": "selective",
-                "recompute_modules": list(self.modules),
-            }
-        return {}
+            return options | {"recompute_modules": list(self.modules)}
+        return options | {"recompute_method": self.method, "recompute_num_layers": self.num_layers}
 
 
 def check_mtp_recompute(config: ModelConfig, recompute: Recompute) -> None:

@@ -1,7 +1,8 @@
-"""The optimizer's settings."""
+"""The optimizer's settings, and the course of the learning rate."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,3 +32,35 @@ class OptimizerSettings:
                 f"lr and weight_decay must not be negative, found {self.lr} and "
                 f"{self.weight_decay}."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRSchedule:
+    """Linear warm-up to the optimizer's lr, then a decay to a fraction of it."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay."""
+    warmup_steps: int = 0
+    """Steps from 0 to the highest learning rate."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end, as a fraction of the highest."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, found {self.warmup_steps}.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio must be in 0..1, found {self.min_lr_ratio}.")
+
+    def factor(self, step: int, total_steps: int | None) -> float:
+        """What the highest learning rate is multiplied by at ``step``, which counts from 0.
+
+        ``total_steps`` are those of the whole fit; None means no decay.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if total_steps is None or self.kind == "constant":
+            return 1.0
+        length = max(total_steps - self.warmup_steps, 1)
+        progress = min((step - self.warmup_steps) / length, 1.0)
+        shape = 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * shape

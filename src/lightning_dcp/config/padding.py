@@ -1,14 +1,16 @@
-"""How many rows sequences and packs take: the one padding rule that planning and packing share."""
+"""How many rows sequences and packs take, and may take: planning and packing share the rule."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.config.checks import check_at_least
+from lightning_dcp.config.parallel import ParallelSizes
 
 # FP8 kernels work on blocks: tokens of a sequence, and alignments in the whole pack.
 _FP8_TOKENS, _FP8_BLOCKS = 16, 128
@@ -129,17 +131,10 @@ TIGHT = PackPadding()
 
 
 def row_alignment(cp_size: int, tp_size: int = 1) -> int:
-    """The number that the padded length of every sequence of a micro-batch is a multiple of.
+    """The number of tokens that the padded length of every sequence is a multiple of.
 
     A CP group cuts each sequence in ``2 * cp_size`` chunks (zigzag), and sequence parallelism cuts
     the rows of a rank in ``tp_size`` parts. :meth:`PackPadding.sequence_alignment` adds FP8.
-
-    Args:
-        cp_size: Ranks of the micro-batch's CP group.
-        tp_size: Tensor-parallel size.
-
-    Returns:
-        The alignment in tokens.
     """
     return tp_size * (2 * cp_size if cp_size > 1 else 1)
 
@@ -165,3 +160,54 @@ def longest_that_fits(
     """The longest sequence, in tokens, of which a rank of a CP group holds at most ``cap`` rows."""
     rows = padding.sequence_alignment(cp_size, tp_size) // cp_size
     return padding.usable_rows(cap, cp_size, tp_size) // rows * rows * cp_size
+
+
+Cap = int | Literal["auto"]
+
+
+def check_cap(cap: object) -> Cap:
+    """A checked ``max_seqlen_per_dp_cp_rank``.
+
+    Raises:
+        ValueError: It is missing or below 1.
+        TypeError: It is neither an int nor ``"auto"``.
+    """
+    if cap is None:
+        raise ValueError(
+            "DynamicCPStrategy needs max_seqlen_per_dp_cp_rank: the most rows (tokens, padding "
+            "included) that a rank may hold of one micro-batch. The tokens a GPU held before, "
+            "packed-sequence budget / context_parallel_size, keep memory as it was."
+        )
+    if cap == "auto":
+        return "auto"
+    if not isinstance(cap, int) or isinstance(cap, bool):
+        raise TypeError(f"max_seqlen_per_dp_cp_rank must be an int or 'auto', found {cap!r}.")
+    return check_at_least("max_seqlen_per_dp_cp_rank", cap)
+
+
+def resolve_cap(
+    cap: Cap, sizes: ParallelSizes, padding: PackPadding, *, max_length: object = None
+) -> int:
+    """The cap as a number: ``"auto"`` is the smallest that lets ``max_length`` fit the whole pool.
+
+    Args:
+        cap: From :func:`check_cap`.
+        sizes: The parallel sizes of the run.
+        padding: The cap holds it.
+        max_length: Tokens of the longest sequence, if the data has said so.
+
+    Raises:
+        ValueError: ``"auto"`` without a ``max_length``, or packs that are padded beyond the cap.
+    """
+    pool, tp_size = sizes.dp_cp_size, sizes.tensor_model_parallel_size
+    if cap == "auto":
+        if not isinstance(max_length, int):
+            raise ValueError(
+                "max_seqlen_per_dp_cp_rank='auto' follows from the DataModule's max_length, and "
+                "there is none. Give the number: Trainer(strategy=DynamicCPStrategy("
+                "max_seqlen_per_dp_cp_rank=4096))."
+            )
+        cap = padding.pack_rows(rows_per_rank(max_length, pool, tp_size, padding), pool, tp_size)
+        assert longest_that_fits(cap, pool, tp_size, padding) >= max_length
+    padding.check_cap(cap, pool, tp_size)
+    return cap

@@ -11,23 +11,6 @@ Execution = Literal["lockstep", "free_running"]
 """Who waits for whom: a step for all of its ranks, or only the members of a group."""
 
 
-def execution_of(
-    *, pipeline_model_parallel_size: int = 1, expert_model_parallel_size: int = 1
-) -> Execution:
-    """How a run of these sizes executes its steps.
-
-    Stages hand micro-batches on in one order, and experts exchange rows over the whole pool: every
-    step then waits for its slowest rank. Without either, a rank meets others only in its CP group,
-    and in the reduction of gradients at the end.
-
-    Args:
-        pipeline_model_parallel_size: Pipeline stages.
-        expert_model_parallel_size: Ranks that share the experts.
-    """
-    together = pipeline_model_parallel_size > 1 or expert_model_parallel_size > 1
-    return "lockstep" if together else "free_running"
-
-
 def cp_sizes_of_pool(num_ranks: int) -> tuple[int, ...]:
     """The CP sizes that a pool offers, ascending: powers of two below its size, and its size."""
     powers = [1 << k for k in range((num_ranks - 1).bit_length())]
@@ -106,11 +89,15 @@ class ParallelSizes:
 
     @property
     def execution(self) -> Execution:
-        """Who waits for whom in a run of these sizes."""
-        return execution_of(
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-        )
+        """Who waits for whom in a run of these sizes.
+
+        Stages hand micro-batches on in one order, and experts exchange rows over the whole pool:
+        every step then waits for its slowest rank. Without either, a rank meets others only in its
+        CP group, and in the reduction of gradients at the end.
+        """
+        if self.pipeline_model_parallel_size > 1 or self.expert_model_parallel_size > 1:
+            return "lockstep"
+        return "free_running"
 
     @property
     def dp_cp_size(self) -> int:
@@ -118,8 +105,3 @@ class ParallelSizes:
         return self.world_size // (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         )
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Megatron-Core's data-parallel size, with the CP ranks of a static run not counted."""
-        return self.dp_cp_size // self.context_parallel_size

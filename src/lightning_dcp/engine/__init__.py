@@ -7,9 +7,10 @@ With ``setup_parallel`` and ``install_cp_hooks`` (``lightning_dcp.parallel``) an
 # First, for its side effect: Megatron-Core's notices at import stay away.
 from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.optimizer import OptimizerSettings
-from lightning_dcp.engine.checkpoint import (
+from lightning_dcp.engine.agreement import read_cost_model
+from lightning_dcp.engine.checkpoint import CheckpointFormat
+from lightning_dcp.engine.checkpoint.whole import (
     WHOLE,
-    CheckpointFormat,
     full_model_state,
     full_optimizer_state,
     load_full_model_state,
@@ -20,7 +21,6 @@ from lightning_dcp.engine.micro_batches import PlannedBatch
 from lightning_dcp.engine.optimizer import MegatronOptimizer, build_optimizer, lr_scheduler
 from lightning_dcp.engine.prefetch import PlanningLoader
 from lightning_dcp.engine.run import DynamicCPEngine, StepResult
-from lightning_dcp.engine.settings import preset_of_device, read_cost_model
 from lightning_dcp.planning import PlanSettings
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "load_full_model_state",
     "load_full_optimizer_state",
     "lr_scheduler",
-    "preset_of_device",
     "read_cost_model",
     "wrap_chunks",
     "wrap_ddp",

@@ -1,4 +1,4 @@
-"""Makes sure that all ranks hold the same batch, and that an error on one is an error on all."""
+"""All ranks hold the same batch and the same cost model; an error on one is an error on all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import zlib
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from lightning_dcp.config.model_sizes import ModelSizes
+from lightning_dcp.planning import CostModel
+from lightning_dcp.planning.cost.calibration_file import read_calibration
 
 
 def agree_on_lengths(
@@ -43,7 +47,7 @@ def agree_on_lengths(
     table = torch.zeros(dist.get_world_size(group), 4, dtype=torch.int64)
     dist.all_gather_single(table, mine, group=group)
     if bool(table[:, 0].any()):
-        _raise_refusals(error, group)
+        _raise_refusals(error, group, "its batch")
     different = (table != table[0]).any(dim=1).nonzero().flatten().tolist()
     if different:
         rank = different[0]
@@ -61,11 +65,46 @@ def _describe(row: torch.Tensor) -> str:
     return f"{samples} samples of {tokens} tokens (checksum of lengths and units {checksum:08x})"
 
 
-def _raise_refusals(error: Exception | None, group: dist.ProcessGroup) -> None:
+def read_cost_model(
+    path: str, *, model: ModelSizes, tp_size: int, group: dist.ProcessGroup
+) -> CostModel:
+    """The cost model of a calibration file, the same on all ranks; a collective.
+
+    Args:
+        path: What ``lightning-dcp calibrate`` wrote.
+        model: Sizes of the model that is trained.
+        tp_size: Its tensor-parallel size.
+        group: A gloo group of all ranks.
+
+    Raises:
+        ValueError: This rank or another could not read the file, or it holds something else there;
+            on every rank.
+    """
+    cost_model: CostModel | None = None
+    error: ValueError | None = None
+    try:
+        cost_model = read_calibration(path, model=model, tp_size=tp_size).cost_model
+    except ValueError as refused:
+        error = refused
+    _raise_refusals(error, group, f"cost_model={path!r}")
+    figures = [""] * dist.get_world_size(group)
+    dist.all_gather_object(figures, str(cost_model), group=group)
+    for rank, theirs in enumerate(figures):
+        if theirs != figures[0]:
+            raise ValueError(
+                f"cost_model={path!r} holds other figures on rank {rank} than on rank 0; ranks "
+                "would plan differently: put the same file on every machine"
+            )
+    assert cost_model is not None
+    return cost_model
+
+
+def _raise_refusals(error: Exception | None, group: dist.ProcessGroup, refused: str) -> None:
     messages: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(messages, None if error is None else str(error), group=group)
     # The rank at fault keeps its own type and traceback, the others say whose fault it is.
     if error is not None:
         raise error
-    rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
-    raise ValueError(f"Rank {rank} refused its batch: {message}")
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise ValueError(f"Rank {rank} refused {refused}: {message}")

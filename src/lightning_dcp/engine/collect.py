@@ -8,7 +8,6 @@ that share a tensor-parallel model, which all hold the same, the first one sends
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,23 +95,27 @@ def _gather_values(
         return {}
     # Sorted: transfers have no names, and must start in one order on all ranks.
     names = sorted(rows[0])
-    layouts = _layouts(plan, context.sizes.tensor_model_parallel_size)
-    ends = np.cumsum(_rows_of_ranks(plan, layouts).sum(0))
+    num_rows = _rows_of_ranks(plan)
+    ends = np.cumsum(num_rows.sum(0))
     transfers = {
         name: _start_gather(torch.cat([step[name] for step in rows]), ends, context)
         for name in names
     }
     # While the rows travel.
     collects = dist.get_rank() == context.collector
-    order = _token_order(plan, layouts).to(context.device) if collects else None
-    gathered = {name: transfer.finish() for name, transfer in transfers.items()}
+    order = _token_order(plan, num_rows).to(context.device) if collects else None
+    # Rows that are sent must live till then, too.
+    for _, works in transfers.values():
+        for work in works:
+            work.wait()
     if order is None:
         return {}
     return {
-        name: value.index_select(0, order)
+        name: rows.index_select(0, order)
         if name in of_own_token
-        else _by_target(value, order, offsets)
-        for name, value in gathered.items()
+        # At its target, and not at the row that made it.
+        else rows.index_select(0, order.roll(1)).index_fill_(0, offsets[:-1], 0)
+        for name, (rows, _) in transfers.items()
     }
 
 
@@ -140,54 +143,27 @@ def _hand_out(
     return values if everywhere or rank == 0 else {}
 
 
-def _layouts(plan: Plan, tp_size: int) -> list[list[PackLayout]]:
-    """The layout of every group of every step, as CP rank 0 of it sees it."""
-    lengths = np.asarray(plan.lengths, np.int64)
-    return [
-        [
-            PackLayout.of(
-                lengths[list(group.sample_ids)].tolist(),
-                cp_size=group.size,
-                tp_size=tp_size,
-                padding=plan.padding,
-            )
-            for group in step.groups
-        ]
-        for step in plan.steps
-    ]
-
-
-def _rows_of_ranks(plan: Plan, layouts: list[list[PackLayout]]) -> NDArray[np.int64]:
+def _rows_of_ranks(plan: Plan) -> NDArray[np.int64]:
     """``[num_steps, num_ranks]``: the rows that each rank of the pool holds in each step."""
-    return np.asarray(
-        [
-            np.repeat([one.num_rows for one in of_step], [group.size for group in step.groups])
-            for step, of_step in zip(plan.steps, layouts, strict=True)
-        ],
-        np.int64,
-    )
+    rows = []
+    for step in plan.steps:
+        sizes = [group.size for group in step.groups]
+        rows.append(np.repeat([plan.rows(group) for group in step.groups], sizes))
+    return np.asarray(rows, np.int64)
 
 
-@dataclass(frozen=True)
-class _Transfer:
-    """Rows under way: ``rows`` is where they arrive or what is sent, which must live till then."""
-
-    rows: Tensor
-    works: list[dist.Work]
-
-    def finish(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.rows
-
-
-def _start_gather(local: Tensor, ends: NDArray[np.int64], context: ParallelContext) -> _Transfer:
+def _start_gather(
+    local: Tensor, ends: NDArray[np.int64], context: ParallelContext
+) -> tuple[Tensor, list[dist.Work]]:
     """Starts to bring the rows of all ranks of a pool, one after the other, to its first rank.
 
     Args:
         local: This rank's rows of all steps, [rows, ...].
         ends: ``[num_ranks]``: where each rank's rows end in the result.
         context: The parallel state.
+
+    Returns:
+        Where they arrive, or what is sent, and what to wait for.
     """
     pool, group = context.cp_groups.pool_ranks, context.pg_collection.dp_cp
     if context.pool_rank != 0:
@@ -201,28 +177,27 @@ def _start_gather(local: Tensor, ends: NDArray[np.int64], context: ParallelConte
             for rank in range(1, len(pool))
         ]
     # Batched: NCCL may block on a single send or receive until its peer is there.
-    return _Transfer(whole, dist.batch_isend_irecv(operations) if operations else [])
+    return whole, dist.batch_isend_irecv(operations) if operations else []
 
 
-def _token_order(plan: Plan, layouts: list[list[PackLayout]]) -> Tensor:
+def _token_order(plan: Plan, num_rows: NDArray[np.int64]) -> Tensor:
     """``[num_tokens]``: where each token's own row lies among the gathered ones.
 
     Unpacking row numbers instead of rows gives it, with the check that each sample is there once.
     """
-    num_rows = _rows_of_ranks(plan, layouts)
     # The gathered rows are those of rank 0 in all steps, then those of rank 1, and so on.
     firsts = (np.cumsum(num_rows.T).reshape(num_rows.T.shape) - num_rows.T).T
     parts = []
-    for first, step, of_step in zip(firsts, plan.steps, layouts, strict=True):
-        for group, layout in zip(step.groups, of_step, strict=True):
+    for first, step in zip(firsts, plan.steps, strict=True):
+        for group in step.groups:
+            layout = PackLayout.of(
+                [plan.lengths[sample] for sample in group.sample_ids],
+                cp_size=group.size,
+                tp_size=plan.tp_size,
+                padding=plan.padding,
+            )
             starts = first[group.first_rank : group.first_rank + group.size]
             numbers = [torch.arange(start, start + layout.num_rows) for start in starts.tolist()]
             parts.append(unpack_rows(numbers, layout, group.sample_ids))
     order: Tensor = to_jagged(parts, len(plan.lengths)).values()
     return order
-
-
-def _by_target(gathered: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
-    """Outputs in the order of the batch, each at its target and not at the row that made it."""
-    values = gathered.index_select(0, order.roll(1))
-    return values.index_fill_(0, offsets[:-1], 0)

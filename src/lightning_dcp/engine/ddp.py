@@ -54,18 +54,10 @@ def wrap_ddp(
 def wrap_chunks(
     chunks: Sequence[torch.nn.Module],
     context: ParallelContext,
-    *,
-    use_distributed_optimizer: bool = True,
-    overlap_grad_reduce: bool = False,
+    **options: bool,
 ) -> list[DistributedDataParallel]:
-    """:func:`wrap_ddp` around each chunk of this rank's part of the model."""
+    """:func:`wrap_ddp`, with its options, around each chunk of this rank's part of the model."""
     return [
-        wrap_ddp(
-            chunk,
-            context,
-            use_distributed_optimizer=use_distributed_optimizer,
-            overlap_grad_reduce=overlap_grad_reduce,
-            is_later_chunk=index > 0,
-        )
+        wrap_ddp(chunk, context, is_later_chunk=index > 0, **options)
         for index, chunk in enumerate(chunks)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,10 +84,6 @@ def collect_router_losses(
 ) -> dict[str, Tensor]:
     """Takes what the routers added up in a step; a collective where the model has such losses.
 
-    Args:
-        chunks: This rank's chunks of the model.
-        context: The parallel state.
-
     Returns:
         By name the loss without its coefficient, a mean over the global batch's tokens or sequences
         and over the layers; float32 scalars, the same on every rank. Empty without such losses.
@@ -99,9 +96,7 @@ def collect_router_losses(
         return {}
     groups = context.pg_collection
     shares = [groups.dp_cp] + ([groups.tp] if context.sizes.sequence_parallel else [])
-    copies = 1
-    for group in shares:
-        copies *= dist.get_world_size(group)
+    copies = math.prod(group.size() for group in shares)
     sums = [torch.stack([router.loss_sums[name] for router in routers]).sum() for name in names]
     sums.append(torch.full_like(sums[0], len(routers) / copies))
     table = torch.stack(sums).double()
@@ -116,10 +111,6 @@ def collect_mtp_losses(
     chunks: Sequence[torch.nn.Module], context: ParallelContext
 ) -> dict[str, Tensor]:
     """Takes what the depths added up in a step; a collective where the model has any.
-
-    Args:
-        chunks: This rank's chunks of the model.
-        context: The parallel state.
 
     Returns:
         ``mtp_loss_1`` and so on: each depth's mean loss over its targets in the global batch;

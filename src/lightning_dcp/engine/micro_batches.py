@@ -28,9 +28,7 @@ class PlannedBatch:
         batch: The batch.
         plan: The plan, the same on every rank.
         plan_wait: Seconds that this rank had to wait for the plan.
-        target_extras: Keys whose values micro-batches get by target as well.
-        mtp_depths: Depths of multi-token prediction that micro-batches carry ids and labels for.
-        routes: What the model's routes look like, if it replays or records any.
+        target_extras, mtp_depths, routes: As ``DynamicCPEngine.prepare`` took them.
     """
 
     batch: GlobalBatch
@@ -46,10 +44,7 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches, one for each of :func:`steps_to_run`, bound and on its device.
 
-    Args:
-        planned: The batch and its plan.
-        context: The parallel state.
-        recorded: Gets what routers record of each of them; None to record nothing.
+    ``recorded`` gets what routers record of each of them; None records nothing.
     """
     batch, plan, sizes = planned.batch, planned.plan, context.sizes
     rank, device = context.pool_rank, context.device

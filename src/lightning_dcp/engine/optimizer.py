@@ -11,8 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_dcp.config.optimizer import OptimizerSettings
-from lightning_dcp.config.schedule import LRSchedule
+from lightning_dcp.config.optimizer import LRSchedule, OptimizerSettings
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 
 
@@ -48,19 +47,12 @@ def build_optimizer(
             pg_collection=context.pg_collection,
             use_gloo_process_groups=False,
         )
-    _apply_multipliers(inner, config)
-    return MegatronOptimizer(inner)
-
-
-def _apply_multipliers(inner: Any, config: OptimizerConfig) -> None:
-    """Does once what Megatron-Core's own LR scheduler does at every step.
-
-    Groups carry ``wd_mult`` 0 for biases and norms, and only that scheduler reads it: under a torch
-    scheduler they would be decayed like any other weight.
-    """
+    # Groups carry `wd_mult` 0 for biases and norms, and only Megatron-Core's own LR scheduler reads
+    # it: under torch's they would be decayed like any other weight.
     for group in inner.param_groups:
         group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
         group["lr"] = config.lr * group.get("lr_mult", 1.0)
+    return MegatronOptimizer(inner)
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
@@ -120,13 +112,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 def lr_scheduler(
     schedule: LRSchedule, optimizer: torch.optim.Optimizer, total_steps: int | None
 ) -> LambdaLR:
-    """A torch scheduler of a course of the learning rate.
-
-    Args:
-        schedule: The course.
-        optimizer: What it sets the learning rates of.
-        total_steps: Of the whole fit; None means no decay.
-    """
+    """A torch scheduler of a course of the learning rate, as :meth:`LRSchedule.factor` has it."""
     return _SameForAllGroups(optimizer, lambda step: schedule.factor(step, total_steps))
 
 
@@ -139,8 +125,6 @@ class _SameForAllGroups(LambdaLR):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        num_groups = len(self.base_lrs)
-        of_groups = {
-            key: [state_dict[key][0]] * num_groups for key in ("base_lrs", "_last_lr", "lr_lambdas")
-        }
+        keys, num_groups = ("base_lrs", "_last_lr", "lr_lambdas"), len(self.base_lrs)
+        of_groups = {key: [state_dict[key][0]] * num_groups for key in keys}
         super().load_state_dict(state_dict | of_groups)

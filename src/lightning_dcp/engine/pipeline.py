@@ -43,8 +43,7 @@ def run_pipeline(
         micro_batches: This rank's, bound and on its device.
         last_stage: Called for each micro-batch on the stage that ends the model.
         context: The parallel state.
-        num_micro_batches: How many there are, the same on all ranks; for several chunks a multiple
-            of the pipeline's size.
+        num_micro_batches: The same on all ranks; for several chunks a multiple of the stages.
         no_sync: Of each chunk what holds its gradients' reduction back until the last micro-batch;
             without any, backward passes are left out.
     """

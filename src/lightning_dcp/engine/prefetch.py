@@ -25,8 +25,6 @@ from lightning_dcp.planning import Plan
 UnitIds = NDArray[np.int64] | None
 """``[num_samples]``: samples with equal ids stay together; None leaves all of them free."""
 
-PlanFunction = Callable[[NDArray[np.int64], UnitIds], Plan]
-
 _MOST_KEPT = 16
 """Plans that nobody asked for, as after a break of the loop, are dropped beyond this many."""
 
@@ -38,7 +36,7 @@ class PlanPrefetcher:
         plan: Makes a plan of lengths and units; the same ones give the same plan.
     """
 
-    def __init__(self, plan: PlanFunction) -> None:
+    def __init__(self, plan: Callable[[NDArray[np.int64], UnitIds], Plan]) -> None:
         self._plan = plan
         # One thread: plans are wanted in the order of the batches, and share the interpreter with
         # the step that runs meanwhile.
@@ -64,14 +62,9 @@ class PlanPrefetcher:
             self._plans.popitem(last=False)[1].cancel()
 
     def get(self, lengths: NDArray[np.int64], units: UnitIds = None) -> tuple[Plan, float]:
-        """The plan of ``lengths``, and the seconds that the caller had to wait for it.
+        """The plan, and the seconds that the caller had to wait for it; raises what planning does.
 
-        Args:
-            lengths: Tokens of each sample.
-            units: Which samples stay together.
-
-        Raises:
-            Exception: What the plan function raises.
+        ``lengths`` are tokens, ``[num_samples]``.
         """
         start = time.perf_counter()
         future = self._plans.pop(_key(lengths, units), None)
@@ -139,11 +132,7 @@ def read_units(value: Any) -> NDArray[np.int64]:
 
 
 def units_of(batch: GlobalBatch, keep_together: str | None) -> UnitIds:
-    """The unit ids of a checked batch.
-
-    Args:
-        batch: The batch.
-        keep_together: Their key; None leaves all samples free.
+    """The unit ids of a checked batch under the key ``keep_together``, if it is given.
 
     Raises:
         ValueError: The batch has no such key.

@@ -144,9 +144,7 @@ class DynamicCPEngine:
     ) -> Iterator[MicroBatch]:
         """This rank's micro-batches, bound and on its device, in the order in which they run.
 
-        Args:
-            planned: From :meth:`prepare`.
-            recorded: Gets what routers record of each of them; None to record nothing.
+        ``recorded`` gets what routers record of each of them.
         """
         return micro_batches(planned, self.context, recorded)
 
@@ -227,13 +225,9 @@ class DynamicCPEngine:
         *,
         model: torch.nn.Module | None = None,
     ) -> StepResult:
-        """The forward passes alone; every rank must take part.
+        """The forward passes alone, as those of :meth:`train_step`; every rank must take part.
 
-        Args:
-            planned: From :meth:`prepare`.
-            micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank; called
-                where the model ends.
-            model: This rank's part of the model; needed for a pipeline alone.
+        ``model``, this rank's part of it, is needed for a pipeline alone.
         """
         totals = LossTotals(micro_batch_step, self.context.device)
         self._run_forward(planned, totals.add, model)

@@ -1,7 +1,7 @@
 """Planning: which ranks run which samples together, step by step. Pure Python and NumPy."""
 
 from lightning_dcp.config.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
-from lightning_dcp.config.parallel import Execution, execution_of
+from lightning_dcp.config.parallel import Execution
 from lightning_dcp.planning.api import PLANNERS, Planner, make_plan, plan_global_batch
 from lightning_dcp.planning.bound import lower_bound
 from lightning_dcp.planning.cost.calibration import (
@@ -46,7 +46,6 @@ __all__ = [
     "cost_model_of_run",
     "draw_plan",
     "evaluate",
-    "execution_of",
     "fit_cost_model",
     "group_times",
     "has_megatron_scheduler",

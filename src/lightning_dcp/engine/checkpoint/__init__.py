@@ -6,18 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dcp.engine.checkpoint.whole import (
-    full_model_state,
-    full_optimizer_state,
-    gather_whole,
-    load_full_model_state,
-    load_full_optimizer_state,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """Four collectives, as those of :data:`WHOLE`, that a strategy saves and resumes with.
+    """Four collectives, as those of ``whole.WHOLE``, that a strategy saves and resumes with.
 
     Attributes:
         model_state: Of a module and a context, what is stored of the weights.
@@ -30,22 +22,3 @@ class CheckpointFormat:
     load_model_state: Callable[..., None]
     optimizer_state: Callable[..., dict[str, Any]]
     load_optimizer_state: Callable[..., None]
-
-
-WHOLE = CheckpointFormat(
-    model_state=full_model_state,
-    load_model_state=load_full_model_state,
-    optimizer_state=full_optimizer_state,
-    load_optimizer_state=load_full_optimizer_state,
-)
-"""Every tensor whole, by its name in the whole model, in one file that rank 0 writes."""
-
-__all__ = [
-    "WHOLE",
-    "CheckpointFormat",
-    "full_model_state",
-    "full_optimizer_state",
-    "gather_whole",
-    "load_full_model_state",
-    "load_full_optimizer_state",
-]

@@ -73,10 +73,11 @@ def shards_of(
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        shard = None
-        for owner in owners:
-            sharded = isinstance(owner, DistributedOptimizer)
-            if not sharded or parameter in owner.model_param_group_index_map:
-                shard = Shard(owner, parameter)
-                break
-        yield name, parameter, shard
+        holders = (
+            owner
+            for owner in owners
+            if not isinstance(owner, DistributedOptimizer)
+            or parameter in owner.model_param_group_index_map
+        )
+        owner = next(holders, None)
+        yield name, parameter, None if owner is None else Shard(owner, parameter)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dcp.engine.checkpoint import CheckpointFormat
 from lightning_dcp.engine.checkpoint.shards import Shard, shards_of
 from lightning_dcp.engine.optimizer import MegatronOptimizer
 from lightning_dcp.model.global_names import (
@@ -249,3 +250,12 @@ def _gather_over_pool(
     if shard is None or shard.is_partial:
         dist.all_reduce(partial, group=groups.expt_dp if is_expert else groups.dp_cp)
     return partial[:-1].view_as(parameter) if partial[-1] else None
+
+
+WHOLE = CheckpointFormat(
+    model_state=full_model_state,
+    load_model_state=load_full_model_state,
+    optimizer_state=full_optimizer_state,
+    load_optimizer_state=load_full_optimizer_state,
+)
+"""Every tensor whole, by its name in the whole model, in one file that rank 0 writes."""

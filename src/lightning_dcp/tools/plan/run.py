@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from lightning_dcp.config.cap import resolve_cap
 from lightning_dcp.config.checks import check_at_least
-from lightning_dcp.config.padding import PackPadding, longest_that_fits
+from lightning_dcp.config.padding import PackPadding, longest_that_fits, resolve_cap
 from lightning_dcp.config.parallel import Execution, ParallelSizes, cp_sizes_of_pool
 from lightning_dcp.planning import (
     CPU,
