@@ -173,10 +173,10 @@ def test_a_fault_is_read_once_by_all_ranks_and_again_by_the_next_run(tmp_path, r
 
 def test_a_progress_bar_for_large_inputs_only(files, root, monkeypatch, capsys):
     source = CacheSource(files, "text", True)
-    load_or_build(source, Counting(), root / "small", retry=True, progress=True)
+    load_or_build(source, Counting(), root / "small", retry=True)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("lightning_dcp.data.cache._PROGRESS_FROM_BYTES", 1)
-    load_or_build(source, Counting(), root / "large", retry=True, progress=True)
+    load_or_build(source, Counting(), root / "large", retry=True)
     shown = capsys.readouterr().err
     assert "Tokenising: 100%" in shown
     assert "13.0/13.0" in shown

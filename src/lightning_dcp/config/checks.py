@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from numbers import Integral
 
 
@@ -24,3 +25,14 @@ def check_at_least(name: str, value: object, minimum: int = 1) -> int:
     if value < minimum:
         raise ValueError(f"{name}={value} must be {minimum} or more")
     return int(value)
+
+
+def check_one_of[T](name: str, value: T, choices: Collection[T]) -> T:
+    """``value`` if it is one of the choices.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(str, choices))}")
+    return value

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any, Literal, get_args, override
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dcp.config.checks import check_at_least
+from lightning_dcp.config.checks import check_at_least, check_one_of
 from lightning_dcp.data.collate import collate_jagged
-from lightning_dcp.data.dataset import WithSampleIds
 
 PredictSplit = Literal["train", "val"]
 """Whose samples ``predict`` runs on."""
@@ -25,6 +25,7 @@ class GlobalBatchDataModule(LightningDataModule):
         global_batch_size: Samples in one optimizer step, over all ranks.
         max_length: Tokens of the longest sample, if that is known; the strategy's
             ``max_seqlen_per_dp_cp_rank="auto"`` follows from it.
+        min_length: Tokens of the shortest sample.
         shuffle: Whether training samples come in a new order every epoch.
         seed: Seed of the order.
         num_workers: Processes that load batches, on each rank; 0: the training process does.
@@ -36,7 +37,8 @@ class GlobalBatchDataModule(LightningDataModule):
         val_set: Validation samples; None if there are none.
 
     Raises:
-        ValueError: A number below its least value, or an unknown split.
+        ValueError: A number below its least value, lengths between which there is none, or an
+            unknown split.
     """
 
     def __init__(
@@ -44,21 +46,22 @@ class GlobalBatchDataModule(LightningDataModule):
         *,
         global_batch_size: int,
         max_length: int | None,
+        min_length: int = 1,
         shuffle: bool,
         seed: int,
         num_workers: int,
         predict_split: PredictSplit = "train",
     ) -> None:
         super().__init__()
+        self._min_length = check_at_least("min_length", min_length)
+        if max_length is not None and max_length < min_length:
+            raise ValueError(f"max_length={max_length} is below min_length={min_length}")
         self.global_batch_size = check_at_least("global_batch_size", global_batch_size)
         self.max_length = max_length
         self._shuffle = shuffle
         self._seed = check_at_least("seed", seed, 0)
         self._num_workers = check_at_least("num_workers", num_workers, 0)
-        if predict_split not in get_args(PredictSplit):
-            choices = ", ".join(get_args(PredictSplit))
-            raise ValueError(f"predict_split={predict_split!r} is none of {choices}")
-        self._predict_split = predict_split
+        self._predict_split = check_one_of("predict_split", predict_split, get_args(PredictSplit))
         self.train_set: Dataset[Any] | None = None
         self.val_set: Dataset[Any] | None = None
 
@@ -84,7 +87,7 @@ class GlobalBatchDataModule(LightningDataModule):
             raise ValueError(
                 f"predict_split={self._predict_split!r}, but there is no validation data."
             )
-        return self._loader(WithSampleIds(chosen))
+        return self._loader(_WithSampleIds(chosen))
 
     def _ready_train_set(self) -> Dataset[Any]:
         if self.train_set is None:
@@ -110,12 +113,15 @@ class GlobalBatchDataModule(LightningDataModule):
         )
 
 
-def check_lengths(min_length: int, max_length: int) -> None:
-    """Refuses bounds between which there is no length.
+class _WithSampleIds(Dataset[dict[str, Any]]):
+    """The samples of another dataset, each with its index there as ``sample_id`` if it has none."""
 
-    Raises:
-        ValueError: ``min_length`` is below 1 or above ``max_length``.
-    """
-    check_at_least("min_length", min_length)
-    if max_length < min_length:
-        raise ValueError(f"max_length={max_length} is below min_length={min_length}")
+    def __init__(self, dataset: Dataset[dict[str, Any]]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        assert isinstance(self._dataset, Sized)
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"sample_id": index, **self._dataset[index]}

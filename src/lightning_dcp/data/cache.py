@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +24,6 @@ _DOCUMENT = np.dtype(
     [("end", "<i8"), ("file", "<i8"), ("line", "<i8"), ("num_replaced", "<i8"), ("hash", "<u8")]
 )
 _PROGRESS_FROM_BYTES = 16 * 2**20
-_FLUSH_DOCUMENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def open_cache(folder: Path) -> TokenCache | None:
 
 
 def load_or_build(
-    source: CacheSource, tokenizer: Tokenizer, root: Path, *, retry: bool, progress: bool = False
+    source: CacheSource, tokenizer: Tokenizer, root: Path, *, retry: bool
 ) -> TokenCache:
     """The cache of ``source``: opened if it exists, else tokenised and written first.
 
@@ -111,8 +109,8 @@ def load_or_build(
         source: Files and options.
         tokenizer: Makes tokens of texts.
         root: The folder of all caches.
-        retry: Whether to read the input again where an earlier try found it wrong.
-        progress: Whether to show a progress bar for large inputs.
+        retry: Whether to read the input again where an earlier try found it wrong, and to show
+            a progress bar if it is large.
 
     Raises:
         ValueError: The input is wrong (see :func:`read_documents`), or holds no text at all, or
@@ -123,7 +121,12 @@ def load_or_build(
     cache = open_cache(folder)
     if cache is not None:
         return cache
-    _make_writable(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cache_dir={str(root)!r} cannot be made: {error}") from error
+    if not os.access(root, os.W_OK):
+        raise ValueError(f"cache_dir={str(root)!r} is not writable: name another folder")
     fault_file = root / f"{key}.error"
     with FileLock(root / f"{key}.lock"):
         # The process that held the lock before may have built it, or found the input wrong.
@@ -134,7 +137,7 @@ def load_or_build(
             raise ValueError(fault_file.read_text())
         fault_file.unlink(missing_ok=True)
         try:
-            _build(source, tokenizer, folder, progress=progress)
+            _build(source, tokenizer, folder, progress=retry)
         except ValueError as error:
             with whole_file(fault_file) as file:
                 file.write_text(str(error))
@@ -196,7 +199,6 @@ def _tokenise(
     with tqdm(
         total=sum(sizes), desc="Tokenising", unit="B", unit_scale=True, disable=hidden
     ) as bar:
-        records = []
         done = 0
         for index, file in enumerate(source.files):
             for document in read_documents(file, source.text_field):
@@ -204,17 +206,15 @@ def _tokenise(
                 if len(ids):
                     tokens.write(_as_bytes(np.append(ids, eos), dtype, file))
                     end += len(ids) + len(eos)
-                records.append(_record(document, end, index))
+                record = _record(document, end, index)
+                documents.write(np.array(record, dtype=_DOCUMENT).tobytes())
                 num_documents += 1
-                if len(records) == _FLUSH_DOCUMENTS:
-                    documents.write(np.array(records, dtype=_DOCUMENT).tobytes())
-                    records.clear()
                 bar.update(done + document.position - bar.n)
             done += sizes[index]
-        documents.write(np.array(records, dtype=_DOCUMENT).tobytes())
     if end == 0:
+        more = f" and {len(sizes) - 1} more files" if len(sizes) > 1 else ""
         raise ValueError(
-            f"there is no text in {_few(source.files)}: {num_documents} documents, all empty"
+            f"there is no text in {source.files[0]}{more}: {num_documents} documents, all empty"
         )
     return num_documents, end
 
@@ -232,16 +232,3 @@ def _as_bytes(ids: NDArray[Any], dtype: np.dtype, file: str) -> bytes:
             f" below {np.iinfo(dtype).max + 1}"
         )
     return ids.astype(dtype).tobytes()
-
-
-def _make_writable(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cache_dir={str(root)!r} cannot be made: {error}") from error
-    if not os.access(root, os.W_OK):
-        raise ValueError(f"cache_dir={str(root)!r} is not writable: name another folder")
-
-
-def _few(files: Sequence[str]) -> str:
-    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"

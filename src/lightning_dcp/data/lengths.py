@@ -9,12 +9,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, TextIO, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-_HEADER = ["length", "count"]
+from lightning_dcp.config.checks import check_one_of
+
+Kind = Literal["uniform", "lognormal", "bimodal", "constant", "long_tail"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,21 +31,10 @@ class LengthTable:
     lengths: NDArray[np.int64]
     counts: NDArray[np.int64]
 
-    @property
-    def num_sequences(self) -> int:
-        """The sum of all counts."""
-        return int(self.counts.sum())
-
     def sample(self, num_samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Draws lengths with replacement, in proportion to their counts.
+        """Draws lengths with replacement, in proportion to their counts; int64, ``[num_samples]``.
 
-        Args:
-            num_samples: How many. Equal generators give equal draws, and a smaller number gives a
-                prefix of them.
-            rng: The source of randomness.
-
-        Returns:
-            Lengths in tokens, int64, ``[num_samples]``.
+        Equal generators give equal draws, and a smaller number of samples a prefix of them.
         """
         cumulative = np.cumsum(self.counts)
         # One random number a sample, so that fewer samples are a prefix of more.
@@ -56,7 +47,7 @@ class LengthTable:
 class LengthDistribution:
     """Sequence lengths drawn from a distribution by name; every length is in ``[low, high]``."""
 
-    kind: Literal["uniform", "lognormal", "bimodal", "constant", "long_tail"] = "long_tail"
+    kind: Kind = "long_tail"
     """uniform; lognormal around `median`; bimodal: the lowest and the highest quarter of the range;
     constant: `low` always; long_tail: a Pareto tail, most lengths near `low`."""
     low: int = 64
@@ -73,9 +64,7 @@ class LengthDistribution:
     """bimodal: the share of sequences in the highest quarter of the range."""
 
     def __post_init__(self) -> None:
-        kinds = ("uniform", "lognormal", "bimodal", "constant", "long_tail")
-        if self.kind not in kinds:
-            raise ValueError(f"lengths: kind={self.kind!r} is none of {', '.join(kinds)}")
+        check_one_of("lengths: kind", self.kind, get_args(Kind))
         if self.low < 1:
             raise ValueError(f"lengths: low={self.low}, but a sequence has 1 token or more")
         if self.longest < self.low:
@@ -151,7 +140,6 @@ def read_length_file(path: str | os.PathLike[str]) -> LengthTable:
         raise ValueError(f"length_file: {file} holds a number above 2**63 - 1") from error
     if len(pairs) == 0:
         raise ValueError(f"length_file: {file} holds no line of numbers below its header")
-    # A length may have several lines.
     lengths, index = np.unique(pairs[:, 0], return_inverse=True)
     counts = np.zeros(len(lengths), dtype=np.int64)
     np.add.at(counts, index, pairs[:, 1])
@@ -167,7 +155,7 @@ def _open_text(file: Path) -> TextIO:
 def _rows(file: Path, stream: TextIO) -> Iterator[tuple[int, int]]:
     reader = csv.reader(stream)
     header = next(reader, None)
-    if header != _HEADER:
+    if header != ["length", "count"]:
         raise ValueError(
             f"length_file: {file}, line 1: expected the header 'length,count', found {header!r}"
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_dcp.config.checks import check_at_least
-from lightning_dcp.data.base import GlobalBatchDataModule, PredictSplit, check_lengths
+from lightning_dcp.data.base import GlobalBatchDataModule, PredictSplit
 from lightning_dcp.data.lengths import LengthDistribution, read_length_file
 from lightning_dcp.data.rollouts import SyntheticRollouts
 
@@ -116,10 +116,10 @@ class SyntheticDataModule(GlobalBatchDataModule):
         predict_split: PredictSplit = "train",
         rollouts: SyntheticRollouts | None = None,
     ) -> None:
-        check_lengths(min_length, max_length)
         super().__init__(
             global_batch_size=global_batch_size,
             max_length=max_length,
+            min_length=min_length,
             shuffle=False,
             seed=seed,
             num_workers=num_workers,
@@ -132,7 +132,6 @@ class SyntheticDataModule(GlobalBatchDataModule):
             raise ValueError(f"lengths={lengths} and length_file={length_file!r}: give only one")
         self._lengths = lengths or LengthDistribution()
         self._length_file = length_file
-        self._min_length, self._max_length = min_length, max_length
         self._rollouts = rollouts
         self.num_clipped = 0
 
@@ -146,7 +145,7 @@ class SyntheticDataModule(GlobalBatchDataModule):
         for stream, num_batches in ((_TRAIN, self._num_batches), (_VAL, self._num_val_batches)):
             rng = np.random.default_rng([self._seed, stream])
             drawn = distribution.sample(num_batches * self.global_batch_size, rng)
-            lengths = np.clip(drawn, self._min_length, self._max_length)
+            lengths = np.clip(drawn, self._min_length, self.max_length)
             self.num_clipped += int((lengths != drawn).sum())
             tokens = SyntheticTokens(
                 lengths,
@@ -162,5 +161,5 @@ class SyntheticDataModule(GlobalBatchDataModule):
         total = (self._num_batches + self._num_val_batches) * self.global_batch_size
         rank_zero_info(
             f"Synthetic data: {self.num_clipped:,} of {total:,} lengths were clipped to"
-            f" [{self._min_length}, {self._max_length}]"
+            f" [{self._min_length}, {self.max_length}]"
         )

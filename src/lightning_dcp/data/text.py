@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import get_args, override
+from typing import Any, get_args, override
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from lightning_dcp.data.base import GlobalBatchDataModule, PredictSplit, check_lengths
+from lightning_dcp.config.checks import check_one_of
+from lightning_dcp.data.base import GlobalBatchDataModule, PredictSplit
 from lightning_dcp.data.cache import CacheSource, TokenCache, load_or_build
-from lightning_dcp.data.dataset import TokenRanges
 from lightning_dcp.data.documents import find_files
-from lightning_dcp.data.pieces import DocumentCounts, LongDocuments, cut_documents
+from lightning_dcp.data.pieces import DocumentCounts, LongDocuments, Pieces, cut_documents
 from lightning_dcp.data.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -76,18 +79,15 @@ class TextDataModule(GlobalBatchDataModule):
         cache_dir: str | None = None,
         predict_split: PredictSplit = "train",
     ) -> None:
-        check_lengths(min_length, max_length)
         super().__init__(
             global_batch_size=global_batch_size,
             max_length=max_length,
+            min_length=min_length,
             shuffle=shuffle,
             seed=seed,
             num_workers=num_workers,
             predict_split=predict_split,
         )
-        if long_documents not in get_args(LongDocuments):
-            choices = ", ".join(get_args(LongDocuments))
-            raise ValueError(f"long_documents={long_documents!r} is none of {choices}")
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction} must be at least 0 and below 1")
         if val_fraction and val_data:
@@ -98,8 +98,10 @@ class TextDataModule(GlobalBatchDataModule):
         self._val_data = [] if val_data is None else _as_list("val_data", val_data)
         self._text_field = text_field
         self._tokenizer_directory = tokenizer
-        self._long_documents: LongDocuments = long_documents
-        self._min_length, self._max_length = min_length, max_length
+        self._long_documents: LongDocuments = check_one_of(
+            "long_documents", long_documents, get_args(LongDocuments)
+        )
+        self._max_length = max_length
         self._val_fraction = val_fraction
         self._append_eos = append_eos
         self._cache_dir = cache_dir
@@ -174,19 +176,24 @@ class TextDataModule(GlobalBatchDataModule):
                 " token: set append_eos=False, or give the tokenizer an eos_token"
             )
         source = CacheSource(tuple(files), self._text_field, self._append_eos)
-        return load_or_build(
-            source, self.tokenizer, _cache_root(self._cache_dir), retry=retry, progress=retry
-        )
+        root = _cache_root(self._cache_dir)
+        return load_or_build(source, self.tokenizer, root, retry=retry)
 
     def _samples(
         self, option: str, cache: TokenCache, chosen: NDArray[np.bool_]
     ) -> tuple[TokenRanges, DocumentCounts]:
         """Samples of the chosen documents, ``[num_documents]``; refuses to make none."""
         ends = np.asarray(cache.documents["end"])
-        starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
-        self._refuse_long(
-            option, cache, np.flatnonzero(chosen & (ends - starts > self._max_length))
-        )
+        lengths = np.diff(ends, prepend=0)
+        starts = ends - lengths
+        too_long = np.flatnonzero(chosen & (lengths > self._max_length))
+        if self._long_documents == "error" and len(too_long):
+            first = int(too_long[0])
+            raise ValueError(
+                f"{option}: {cache.name_of(first)} has {lengths[first]} tokens, above max_length="
+                f"{self._max_length}, as {len(too_long)} of {len(lengths)} documents do: raise "
+                "max_length, or set long_documents to split, truncate or drop"
+            )
         pieces = cut_documents(
             starts[chosen],
             ends[chosen],
@@ -201,20 +208,30 @@ class TextDataModule(GlobalBatchDataModule):
                 f" min_length={self._min_length}, max_length={self._max_length},"
                 f" long_documents={self._long_documents!r})"
             )
-        samples = TokenRanges(cache.tokens_file, cache.dtype, pieces.starts, pieces.ends)
-        return samples, pieces.counts
+        return TokenRanges(cache.tokens_file, cache.dtype, pieces), pieces.counts
 
-    def _refuse_long(self, option: str, cache: TokenCache, too_long: NDArray[np.int64]) -> None:
-        if self._long_documents != "error" or len(too_long) == 0:
-            return
-        first = int(too_long[0])
-        start = int(cache.documents["end"][first - 1]) if first else 0
-        raise ValueError(
-            f"{option}: {cache.name_of(first)} has {int(cache.documents['end'][first]) - start}"
-            f" tokens, above max_length={self._max_length}, as {len(too_long)} of"
-            f" {len(cache.documents)} documents do: raise max_length, or set long_documents to"
-            " split, truncate or drop"
-        )
+
+class TokenRanges(Dataset[dict[str, Tensor]]):
+    """Samples as slices of a memory-mapped file of tokens: ``{"input_ids": int64, [length]}``."""
+
+    def __init__(self, tokens_file: Path, dtype: np.dtype, pieces: Pieces) -> None:
+        self._tokens_file, self._dtype = tokens_file, dtype
+        self._starts, self._ends = pieces.starts, pieces.ends
+        self.lengths = pieces.ends - pieces.starts
+        self._tokens: NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if self._tokens is None:
+            self._tokens = np.memmap(self._tokens_file, dtype=self._dtype, mode="r")
+        tokens = self._tokens[self._starts[index] : self._ends[index]]
+        return {"input_ids": torch.from_numpy(np.array(tokens, dtype=np.int64))}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker maps the file itself; pickling a memory map would send all of its tokens.
+        return self.__dict__ | {"_tokens": None}
 
 
 def _as_list(option: str, patterns: list[str] | str) -> list[str]:

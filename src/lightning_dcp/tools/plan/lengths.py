@@ -131,9 +131,10 @@ def _draw(options: LengthOptions, rng: np.random.Generator) -> NDArray[np.int64]
     if options.num_batches != "all":
         return source.sample(options.num_batches * options.global_batch_size, rng)
     assert isinstance(source, LengthTable)
-    if source.num_sequences > _MOST_SEQUENCES:
+    num_sequences = int(source.counts.sum())
+    if num_sequences > _MOST_SEQUENCES:
         raise ValueError(
-            f"num_batches='all' of {source.num_sequences:,} sequences: at most "
+            f"num_batches='all' of {num_sequences:,} sequences: at most "
             f"{_MOST_SEQUENCES:,}; draw a number of batches instead"
         )
     return np.repeat(source.lengths, source.counts)
