@@ -20,6 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
+from lightning_dcp.config.model import check_mtp_recompute
 from lightning_dcp.config.padding import PackPadding, check_cap, resolve_cap
 from lightning_dcp.engine import (
     WHOLE,
@@ -233,8 +234,10 @@ class DynamicCPStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Before the processes meet.
+        # Before the processes meet; what builds a model without a Trainer checks the same.
         sizes, module = self.parallel_sizes(self.world_size), self._module
+        module.model_config.check_parallel(sizes)
+        check_mtp_recompute(module.model_config, self.recompute)
         refuse(
             model=module.model_config,
             objective=module.objective,
