@@ -107,7 +107,13 @@ def read_batches(options: LengthOptions, *, longest: int) -> Batches:
         )
     rng = np.random.default_rng(options.seed)
     drawn = _draw(options, rng)
-    _refuse_long(options, drawn, max_length)
+    num_long = int((drawn > max_length).sum())
+    if options.long_sequences == "error" and num_long:
+        raise ValueError(
+            f"{num_long:,} of {len(drawn):,} lengths are above {max_length}, up to "
+            f"{int(drawn.max())}: raise max_seqlen_per_dp_cp_rank or num_ranks, or set "
+            "long_sequences to truncate, split or drop"
+        )
     pieces = cut_documents(
         np.zeros_like(drawn),
         drawn,
@@ -157,15 +163,3 @@ def _source(options: LengthOptions) -> LengthTable | LengthDistribution:
         cache_dir=options.cache_dir,
     )
     return LengthTable(*np.unique(data.document_lengths(), return_counts=True))
-
-
-def _refuse_long(options: LengthOptions, drawn: NDArray[np.int64], max_length: int) -> None:
-    if options.long_sequences != "error":
-        return
-    num_long = int((drawn > max_length).sum())
-    if num_long:
-        raise ValueError(
-            f"{num_long:,} of {len(drawn):,} lengths are above {max_length}, up to "
-            f"{int(drawn.max())}: raise max_seqlen_per_dp_cp_rank or num_ranks, or set "
-            "long_sequences to truncate, split or drop"
-        )
