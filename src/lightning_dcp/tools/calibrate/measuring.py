@@ -37,12 +37,7 @@ _NUM_MIXED = 6
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch to time.
-
-    Attributes:
-        lengths: Tokens of its samples.
-        size: Ranks of its CP group.
-    """
+    """A micro-batch to time: tokens of its samples, ranks of its CP group."""
 
     lengths: tuple[int, ...]
     size: int
@@ -50,18 +45,7 @@ class MicroBatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TimingJob:
-    """What to time, and on what.
-
-    Attributes:
-        model: The model.
-        tp_size: Tensor-parallel size.
-        dtype: Of weights and activations.
-        shapes: The micro-batches.
-        repeats: How often each is timed, after a round that does not count.
-        quantile: Of the times of a micro-batch, over repeats, the one that is kept: 0 the fastest,
-            0.5 the median.
-        seed: Of the token ids.
-    """
+    """What to time, and on what; see the options of ``calibrate``."""
 
     model: ModelConfig
     tp_size: int

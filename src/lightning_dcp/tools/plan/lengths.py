@@ -91,9 +91,7 @@ class Batches:
 def read_batches(options: LengthOptions, *, longest: int) -> Batches:
     """Reads or draws lengths and makes global batches of them.
 
-    Args:
-        options: Where from.
-        longest: The most tokens that the pool holds of one sample.
+    ``longest`` is the most tokens that the pool holds of one sample.
 
     Raises:
         ValueError: The input is wrong, ``max_length`` is more than the pool holds, or nothing is

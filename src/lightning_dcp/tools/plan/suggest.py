@@ -81,13 +81,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """The recommended candidate.
-
-    Attributes:
-        best: The recommended one.
-        reason: Why, in a sentence.
-        candidates: All that fit the memory.
-    """
+    """The best candidate, why it is, in a sentence, and all candidates that fit the memory."""
 
     best: Candidate
     reason: str
