@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from jsonargparse import set_parsing_settings
 
-from lightning_dcp.tools import COMMANDS
 from lightning_dcp.tools.mistakes import TRACEBACK, told_once
 
+# Each is a folder of tools/ with a ``command.main``, imported when it runs.
+_OURS = {
+    "plan": "predict what dynamic context parallelism does for your lengths",
+    "calibrate": "measure your model on this machine, for better predictions",
+    "compare": "compare static and dynamic context parallelism on one config",
+}
 _OF_LIGHTNING = {
     "fit": "train a model",
     "validate": "evaluate a model on validation data",
@@ -38,8 +44,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(_help())
         return
     with told_once(given[0] if given else ""):
-        if given and given[0] in COMMANDS:
-            COMMANDS[given[0]].run(given[1:])
+        if given and given[0] in _OURS:
+            import_module(f"lightning_dcp.tools.{given[0]}.command").main(given[1:])
         else:
             from lightning_dcp.tools.lightning_cli import run_lightning
 
@@ -47,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _help() -> str:
-    summaries = _OF_LIGHTNING | {name: command.summary for name, command in COMMANDS.items()}
+    summaries = _OF_LIGHTNING | _OURS
     width = max(map(len, summaries))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in summaries.items()]
     return (

@@ -82,16 +82,7 @@ class ParquetDataModule(GlobalBatchDataModule):
 
 
 class ParquetSamples(Dataset[dict[str, Tensor]]):
-    """The rows of parquet files.
-
-    Args:
-        files: Paths.
-        names: Key of a sample by column, for columns whose name is another.
-        leave_out: Columns that are not read.
-
-    Attributes:
-        keys: The samples' keys.
-    """
+    """The rows of parquet files; ``names`` has a sample's key by column where it is another."""
 
     def __init__(
         self, files: Sequence[str], *, names: Mapping[str, str], leave_out: Sequence[str]

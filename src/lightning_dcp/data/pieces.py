@@ -55,16 +55,12 @@ class DocumentCounts:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The samples of some documents, as ranges of tokens.
-
-    Attributes:
-        starts: Index of the first token of each sample; int64, ``[num_samples]``.
-        ends: Index after its last token; int64, ``[num_samples]``.
-        counts: What became of the documents.
-    """
+    """The samples of some documents, as ranges of tokens, and what became of the documents."""
 
     starts: NDArray[np.int64]
+    """Index of the first token of each sample, ``[num_samples]``."""
     ends: NDArray[np.int64]
+    """Index after its last token, ``[num_samples]``."""
     counts: DocumentCounts
 
 
@@ -81,18 +77,15 @@ def cut_documents(
 
     A document below ``min_length`` is dropped. One above ``max_length`` is dropped, cut off, or
     split in pieces of ``max_length``, of which the last is dropped if it is below ``min_length``.
+    The samples come in the order of the documents.
 
     Args:
         starts: Index of the first token of each document, ``[num_documents]``.
         ends: Index after its last token, ``[num_documents]``.
         max_length: The longest sample, in tokens.
         min_length: The shortest sample, in tokens.
-        long_documents: What happens to documents above ``max_length``; the caller has refused
-            them already if it is ``"error"``.
+        long_documents: For those above ``max_length``; ``"error"`` is the caller's business.
         replaced_bytes: For the counts.
-
-    Returns:
-        The samples in the order of the documents.
     """
     lengths = ends - starts
     short, long = lengths < min_length, lengths > max_length

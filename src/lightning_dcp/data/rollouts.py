@@ -45,13 +45,7 @@ class SyntheticRollouts:
             raise ValueError(f"rollouts.prompt_share={self.prompt_share} must be from 0 to 1.")
 
     def draw(self, length: int, vocab_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
-        """The keys of one sample.
-
-        Args:
-            length: Its tokens.
-            vocab_size: Ids that a model that knows nothing chooses from.
-            rng: Where they are drawn from.
-        """
+        """The keys of one sample of ``length`` tokens, for a model of ``vocab_size`` ids."""
         shape = RouteShape(self.num_layers, self.topk, self.num_experts)
         # The first topk of a random order are different experts; the last token has none.
         order = rng.random((length - 1, self.num_layers, self.num_experts)).argsort(axis=-1)

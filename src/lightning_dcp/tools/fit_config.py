@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.config.moe import MoEConfig
@@ -18,6 +18,7 @@ class FitConfig:
     Attributes:
         model: Sizes of the model.
         strategy: Options of the DynamicCPStrategy that are in the file.
+        max_length: Tokens of the data's longest sequence, where the file gives it.
 
     Raises:
         ValueError: There is no model in it.
@@ -33,7 +34,7 @@ class FitConfig:
         self.model = ModelConfig(**model)
         self.strategy = _section(content, "trainer", "strategy", "init_args")
         self._trainer = _section(content, "trainer")
-        self._data = _section(content, "data", "init_args")
+        self.max_length = _section(content, "data", "init_args").get("max_length")
 
     @property
     def world_size(self) -> int | None:
@@ -45,17 +46,6 @@ class FitConfig:
             devices = int(devices)
         # "auto" and -1 are known on the machine alone that runs it.
         return devices * int(nodes) if isinstance(devices, int) and devices > 0 else None
-
-    @property
-    def cap(self) -> int | Literal["auto"] | None:
-        """``max_seqlen_per_dp_cp_rank``."""
-        found: int | Literal["auto"] | None = self.strategy.get("max_seqlen_per_dp_cp_rank")
-        return found
-
-    @property
-    def max_length(self) -> int | None:
-        """The data's longest sequence, where the file gives it."""
-        return self._data.get("max_length")
 
     @property
     def planner(self) -> str:

@@ -74,16 +74,16 @@ def _read(model: str) -> ModelSizes | FitConfig:
         raise ValueError(
             f"model={model!r} is none of {', '.join(PRESETS)}, and there is no file {str(path)!r}"
         )
+    is_json = path.suffix == ".json"
     try:
         # JSON is YAML, but for tabs, which its own reader takes.
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if is_json else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"model={model!r}: {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"model={model!r}: {path} holds a {type(content).__name__}, no mapping")
     try:
-        is_json = path.suffix == ".json"
         return ModelSizes.from_hf_config(content) if is_json else FitConfig(content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"model={model!r}: {path}: {error}") from error

@@ -16,7 +16,6 @@ from lightning_dcp.config.files import whole_file
 from lightning_dcp.parallel import ParallelSizes
 from lightning_dcp.planning import (
     CostModel,
-    DevicePreset,
     MeasuredMicroBatch,
     ModelSizes,
     cost_model_of_run,
@@ -28,7 +27,6 @@ from lightning_dcp.planning import (
 from lightning_dcp.planning.cost.calibration_file import Calibration
 from lightning_dcp.precision import MegatronPrecision
 from lightning_dcp.tools.calibrate.measuring import (
-    MicroBatchShape,
     TimingJob,
     measure,
     shapes_to_time,
@@ -137,15 +135,7 @@ class Result:
 
 
 def main(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: The command line, after ``calibrate``.
-
-    Raises:
-        ValueError: The user gave something that cannot work.
-        ModuleNotFoundError: An option needs a package that is not installed.
-    """
+    """Runs the command with the command line after its name."""
     (options,) = parse_options(
         args, command="calibrate", description=_DESCRIPTION, classes=(CalibrateOptions,)
     )
@@ -163,14 +153,17 @@ def main(args: Sequence[str]) -> None:
         file.write_text(text, encoding="utf-8")
     print(f"\nwritten: {options.output}, for plan --calibration and DynamicCPStrategy(cost_model=)")
     if options.plot is not None:
-        _plot(options.plot, result)
+        plot_calibration(
+            options.plot,
+            result.calibration.cost_model,
+            fitted=result.fitted,
+            held_out=result.held_out,
+            title=f"R2 of held-out micro-batches: {result.calibration.r_squared:.3f}",
+        )
 
 
 def calibrate(options: CalibrateOptions) -> Result:
     """Measures and fits.
-
-    Args:
-        options: What and how.
 
     Raises:
         ValueError: The options do not fit each other, or the measurements give no cost model.
@@ -179,7 +172,8 @@ def calibrate(options: CalibrateOptions) -> Result:
     tp_size, cap = options.tensor_model_parallel_size, options.max_seqlen_per_dp_cp_rank
     config.check_tensor_parallel(tp_size)
     sizes = ParallelSizes(world_size=num_processes, tensor_model_parallel_size=tp_size)
-    precision = options.precision or ("bf16-mixed" if torch.cuda.is_available() else "32-true")
+    cuda = torch.cuda.is_available()
+    precision = options.precision or ("bf16-mixed" if cuda else "32-true")
     job = TimingJob(
         model=config,
         tp_size=tp_size,
@@ -191,7 +185,13 @@ def calibrate(options: CalibrateOptions) -> Result:
         quantile=options.quantile,
         seed=options.seed,
     )
-    _check_enough(job.shapes, options)
+    # Up to five figures are fitted, and a quarter of the micro-batches is held out.
+    if len(job.shapes) < 2 * _HELD_OUT:
+        raise ValueError(
+            f"max_seqlen_per_dp_cp_rank={cap} with shortest={options.shortest} makes only "
+            f"{len(job.shapes)} different micro-batches, too few to fit to: raise the one or lower "
+            "the other"
+        )
     measured: list[MeasuredMicroBatch] = (
         measure(job) if started_by_launcher() else run_on(num_processes, measure, job)
     )
@@ -205,7 +205,13 @@ def calibrate(options: CalibrateOptions) -> Result:
         precision=precision,
         memory_bytes=_memory_bytes(num_processes),
         r_squared=r_squared(cost_model, held_out),
-        machine=_machine(),
+        machine={
+            "host": platform.node(),
+            "system": platform.platform(),
+            "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
+            "cpu_count": str(os.cpu_count()),
+            "torch": torch.__version__,
+        },
     )
     return Result(calibration=calibration, fitted=fitted, held_out=held_out)
 
@@ -217,16 +223,6 @@ def _num_processes(options: CalibrateOptions) -> int:
     if gpus and options.num_processes is not None and options.num_processes > gpus:
         raise ValueError(f"num_processes={options.num_processes}, but this machine has {gpus} GPUs")
     return options.num_processes or gpus or 2
-
-
-def _check_enough(shapes: Sequence[MicroBatchShape], options: CalibrateOptions) -> None:
-    # Up to five figures are fitted, and a quarter of the micro-batches is held out.
-    if len(shapes) < 2 * _HELD_OUT:
-        raise ValueError(
-            f"max_seqlen_per_dp_cp_rank={options.max_seqlen_per_dp_cp_rank} with shortest="
-            f"{options.shortest} makes only {len(shapes)} different micro-batches, too few to fit "
-            "to: raise the one or lower the other"
-        )
 
 
 def _split(
@@ -247,7 +243,9 @@ def _split(
 
 def _unmeasured(model: ModelSizes, sizes: ParallelSizes, precision: str) -> CostModel:
     """What the measurements say nothing about, from data sheets."""
-    base = cost_model_of_run(model, sizes, _preset())
+    cuda = torch.cuda.is_available()
+    preset = preset_of("cuda", torch.cuda.get_device_name()) if cuda else preset_of("cpu")
+    base = cost_model_of_run(model, sizes, preset)
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if local is not None and started_by_launcher():
         base = replace(base, ranks_per_node=max(1, int(local) // sizes.tensor_model_parallel_size))
@@ -256,37 +254,8 @@ def _unmeasured(model: ModelSizes, sizes: ParallelSizes, precision: str) -> Cost
     return replace(base, activation_bytes_per_row=factor * base.activation_bytes_per_row)
 
 
-def _preset() -> DevicePreset:
-    if not torch.cuda.is_available():
-        return preset_of("cpu")
-    return preset_of("cuda", torch.cuda.get_device_name())
-
-
 def _memory_bytes(num_processes: int) -> float:
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole / int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
-
-
-def _machine() -> dict[str, str]:
-    cuda = torch.cuda.is_available()
-    return {
-        "host": platform.node(),
-        "system": platform.platform(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
-        "cpu_count": str(os.cpu_count()),
-        "torch": torch.__version__,
-    }
-
-
-def _plot(path: str, result: Result) -> None:
-    parts = (*result.fitted, *result.held_out)
-    plot_calibration(
-        path,
-        measured=np.array([one.seconds for one in parts]),
-        predicted=predict(result.calibration.cost_model, parts),
-        sizes=[one.size for one in parts],
-        held_out=[False] * len(result.fitted) + [True] * len(result.held_out),
-        title=f"R2 of held-out micro-batches: {result.calibration.r_squared:.3f}",
-    )

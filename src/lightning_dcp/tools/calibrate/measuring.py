@@ -37,12 +37,7 @@ _NUM_MIXED = 6
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch to time.
-
-    Attributes:
-        lengths: Tokens of its samples.
-        size: Ranks of its CP group.
-    """
+    """A micro-batch to time: tokens of its samples, ranks of its CP group."""
 
     lengths: tuple[int, ...]
     size: int
@@ -50,18 +45,7 @@ class MicroBatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TimingJob:
-    """What to time, and on what.
-
-    Attributes:
-        model: The model.
-        tp_size: Tensor-parallel size.
-        dtype: Of weights and activations.
-        shapes: The micro-batches.
-        repeats: How often each is timed, after a round that does not count.
-        quantile: Of the times of a micro-batch, over repeats, the one that is kept: 0 the fastest,
-            0.5 the median.
-        seed: Of the token ids.
-    """
+    """What to time, and on what; see the options of ``calibrate``."""
 
     model: ModelConfig
     tp_size: int
@@ -77,12 +61,7 @@ def shapes_to_time(
 ) -> tuple[MicroBatchShape, ...]:
     """Micro-batches of all CP sizes: lengths a factor of two apart, alone and in packs, and mixed.
 
-    Args:
-        num_ranks: Ranks of the DPxCP pool.
-        cap: The most rows of a rank.
-        tp_size: Tensor-parallel size.
-        shortest: Tokens of the shortest samples.
-        seed: Of the mixed packs.
+    ``num_ranks`` are those of the DPxCP pool, ``cap`` the most rows of a rank, ``shortest`` tokens.
     """
     rng = np.random.default_rng(seed)
     shapes: dict[MicroBatchShape, None] = {}
@@ -130,9 +109,6 @@ def measure(job: TimingJob) -> list[MeasuredMicroBatch]:
     The micro-batches take turns, so that a slow minute of the machine falls on all of them. All
     groups of a size run the same micro-batch at once, as in a step of a plan.
 
-    Args:
-        job: What to time.
-
     Returns:
         A time for each shape: the quantile, over repeats and groups, of the slowest member's.
     """
@@ -159,8 +135,9 @@ def measure(job: TimingJob) -> list[MeasuredMicroBatch]:
                     seconds.append(stopwatch.time(shape))
                     bar.update()
                 rounds.append(seconds)
-        # [num_processes, repeats, num_shapes]
-        table = _gathered(np.array(rounds[1:]), context)
+        tables: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tables, np.array(rounds[1:]), group=context.host_group)
+        table = np.stack(tables)  # [num_processes, repeats, num_shapes]
         return [
             MeasuredMicroBatch(
                 lengths=shape.lengths,
@@ -175,12 +152,6 @@ def measure(job: TimingJob) -> list[MeasuredMicroBatch]:
         dist.destroy_process_group()
 
 
-def _gathered(mine: NDArray[np.float64], context: ParallelContext) -> NDArray[np.float64]:
-    tables: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, mine, group=context.host_group)
-    return np.stack(tables)
-
-
 def _slowest_of_groups(seconds: NDArray[np.float64], num_members: int, quantile: float) -> float:
     """Of times ``[num_processes, repeats]``: a quantile over groups and repeats of the slowest."""
     num_groups = len(seconds) // num_members
@@ -189,12 +160,7 @@ def _slowest_of_groups(seconds: NDArray[np.float64], num_members: int, quantile:
 
 
 class _Stopwatch:
-    """The model, and the time of one micro-batch on it.
-
-    Args:
-        job: What is timed.
-        context: The parallel state.
-    """
+    """The model, and the time of one micro-batch on it."""
 
     def __init__(self, job: TimingJob, context: ParallelContext) -> None:
         self.job = job
@@ -203,13 +169,11 @@ class _Stopwatch:
         self.model.to(context.device)
         install_cp_hooks(self.model)
         self.ddp = wrap_ddp(self.model, context)
-        self.batches = [_batch(shape.lengths, job) for shape in job.shapes]
-        self.index = dict(zip(job.shapes, range(len(job.shapes)), strict=True))
+        self.batches = {shape: _batch(shape.lengths, job) for shape in job.shapes}
 
     def time(self, shape: MicroBatchShape) -> float:
         """Seconds of packing, forward and backward pass; 0 on ranks that are in no whole group."""
         context = self.context
-        batch = self.batches[self.index[shape]]
         self.ddp.zero_grad_buffer()
         # On the host: nothing of it runs on the device while the clock does.
         dist.barrier(context.host_group)
@@ -221,7 +185,7 @@ class _Stopwatch:
         start = time.perf_counter()
         # Without the reduction of gradients, which comes once a step and not with each micro-batch.
         with self.ddp.no_sync():
-            self._loss(batch, shape.size, rank % shape.size).backward()
+            self._loss(self.batches[shape], shape.size, rank % shape.size).backward()
         self._synchronize()
         return time.perf_counter() - start
 

@@ -6,39 +6,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_dcp.planning import CostModel, MeasuredMicroBatch, predict
 from lightning_dcp.planning.draw import size_color
 from lightning_dcp.tools.plots import new_figure, save_figure
 
 
 def plot_calibration(
     path: str,
-    measured: NDArray[np.float64],
-    predicted: NDArray[np.float64],
-    sizes: Sequence[int],
-    held_out: Sequence[bool],
+    cost_model: CostModel,
+    *,
+    fitted: Sequence[MeasuredMicroBatch],
+    held_out: Sequence[MeasuredMicroBatch],
     title: str,
 ) -> None:
-    """Draws predicted against measured times of micro-batches.
-
-    Args:
-        path: The PNG file.
-        measured: Seconds, ``[num_micro_batches]``.
-        predicted: The same by the cost model.
-        sizes: CP size of each.
-        held_out: Whether the cost model was not fitted to it.
-        title: Of the picture.
-    """
+    """Draws predicted against measured times of micro-batches into a PNG file."""
+    parts = (*fitted, *held_out)
+    measured, predicted = np.array([one.seconds for one in parts]), predict(cost_model, parts)
+    sizes, is_out = np.array([one.size for one in parts]), np.arange(len(parts)) >= len(fitted)
     figure = new_figure(6.4, 6.0)
     ax = figure.subplots()
     low = 0.8 * float(min(measured.min(), predicted.min())) * 1e3
     high = 1.25 * float(max(measured.max(), predicted.max())) * 1e3
     ax.plot([low, high], [low, high], color="black", linewidth=1, label="predicted = measured")
-    for size in sorted(set(sizes)):
-        color = size_color(size, max(sizes))
+    for size in np.unique(sizes).tolist():
+        color = size_color(size, int(sizes.max()))
         for out in (False, True):
-            chosen = (np.array(sizes) == size) & (np.array(held_out) == out)
+            chosen = (sizes == size) & (is_out == out)
             if chosen.any():
                 # Hollow if held out: those are the ones that say how good the fit is.
                 ax.scatter(

@@ -17,15 +17,9 @@ def started_by_launcher() -> bool:
 
 
 def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs ``function(*args)`` on processes with a launcher's environment variables set.
+    """What ``function(*args)`` returns on rank 0 of processes with a launcher's variables set.
 
-    Args:
-        num_processes: How many.
-        function: A function of a module; it is pickled by name.
-        args: Given to the function.
-
-    Returns:
-        What rank 0 returned.
+    The function is pickled by name.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: A process failed; all are ended.

@@ -67,11 +67,7 @@ class StepTimes(Callback):
 
 
 class SaveAtEnd(Callback):
-    """Saves a checkpoint when training ends, whatever else the Trainer saves.
-
-    Args:
-        path: The file.
-    """
+    """Saves a checkpoint when training ends, whatever else the Trainer saves."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -36,15 +36,7 @@ _DESCRIPTION = (
 
 
 def main(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: The command line, after ``compare``.
-
-    Raises:
-        ValueError: The user gave something that cannot work.
-        ModuleNotFoundError: An option needs a package that is not installed.
-    """
+    """Runs the command with the command line after its name."""
     parser = ArgumentParser(prog="lightning-dcp compare", description=_DESCRIPTION)
     parser.add_function_arguments(compare)
     try:

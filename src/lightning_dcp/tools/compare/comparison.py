@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median, quantiles
@@ -112,6 +113,9 @@ def compare_steps(static: Runs, dynamic: Runs) -> Comparison:
         abs(a.loss - b.loss) / max(abs(a.loss), 1e-12)
         for a, b in zip(static[0], dynamic[0], strict=True)
     ]
+    cp_sizes: Counter[int] = Counter()
+    for step in dynamic[0]:
+        cp_sizes.update(step.cp_sizes)
     return Comparison(
         num_steps=len(steps[0]),
         num_rounds=len(static),
@@ -123,7 +127,7 @@ def compare_steps(static: Runs, dynamic: Runs) -> Comparison:
         ratio_quartiles=_quartiles([a / b for a, b in pairs]) if same else None,
         mean_loss_difference=mean(differences),
         max_loss_difference=max(differences),
-        cp_sizes=_sum_of_sizes(dynamic[0]),
+        cp_sizes=dict(sorted(cp_sizes.items())),
     )
 
 
@@ -169,11 +173,3 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     # Inclusive: the steps are all there are, no sample of more.
     first, _, third = quantiles(values, n=4, method="inclusive")
     return first, third
-
-
-def _sum_of_sizes(run: Sequence[TimedStep]) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    for step in run:
-        for size, number in step.cp_sizes.items():
-            sizes[size] = sizes.get(size, 0) + number
-    return dict(sorted(sizes.items()))

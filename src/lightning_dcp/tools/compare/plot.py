@@ -11,14 +11,7 @@ from lightning_dcp.tools.plots import new_figure, save_figure
 
 
 def draw_comparison(comparison: Comparison, static: Runs, dynamic: Runs, path: str) -> None:
-    """Draws step times of both kinds above the dynamic runs' CP sizes, as a PNG.
-
-    Args:
-        comparison: The comparison of the runs.
-        static: For each round, the measured steps of the static run.
-        dynamic: For each round, those of the dynamic run.
-        path: Where to write it, beside and renamed.
-    """
+    """Draws step times of both kinds of run above the dynamic ones' CP sizes, as a PNG."""
     figure = new_figure(9.0, 6.0)
     times, sizes = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     _draw_times(times, static, dynamic)
@@ -33,15 +26,12 @@ def _draw_times(axes: Any, static: Runs, dynamic: Runs) -> None:
         steps = [step.step for step in runs[0]]
         for run in runs:
             axes.plot(steps, [step.seconds for step in run], color=colour, alpha=0.3, linewidth=1)
-        axes.plot(steps, _mean_seconds(runs), color=colour, marker="o", markersize=3, label=name)
+        means = [mean(step.seconds for step in column) for column in zip(*runs, strict=True)]
+        axes.plot(steps, means, color=colour, marker="o", markersize=3, label=name)
     axes.set_ylabel("step time (s)")
     # From 0: noise then does not look like a gain.
     axes.set_ylim(bottom=0)
     axes.legend()
-
-
-def _mean_seconds(runs: Runs) -> list[float]:
-    return [mean(step.seconds for step in column) for column in zip(*runs, strict=True)]
 
 
 def _draw_sizes(axes: Any, dynamic: Runs) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.files import whole_file
 from lightning_dcp.config.padding import longest_that_fits
-from lightning_dcp.planning import Plan, has_megatron_scheduler
+from lightning_dcp.planning import has_megatron_scheduler
 from lightning_dcp.tools.options import parse_options
 from lightning_dcp.tools.plan.lengths import Batches, LengthOptions, read_batches
 from lightning_dcp.tools.plan.plot import plot_first_plans
@@ -54,15 +54,7 @@ class OutputOptions:
 
 
 def main(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: The command line, after ``plan``.
-
-    Raises:
-        ValueError: The user gave something that cannot work.
-        ModuleNotFoundError: An option needs a package that is not installed.
-    """
+    """Runs the command with the command line after its name."""
     options, lengths, output = parse_options(
         args,
         command="plan",
@@ -168,17 +160,9 @@ def _values(
         "first_batch": {
             "lengths": batches[0].tolist(),
             "plans": {
-                one.planner: _steps(one.first_plan) for one in results if one.first_plan is not None
+                one.planner: [[asdict(g) for g in step.groups] for step in one.first_plan.steps]
+                for one in results
+                if one.first_plan is not None
             },
         },
     }
-
-
-def _steps(plan: Plan) -> list[list[dict[str, Any]]]:
-    return [
-        [
-            {"first_rank": g.first_rank, "size": g.size, "sample_ids": list(g.sample_ids)}
-            for g in step.groups
-        ]
-        for step in plan.steps
-    ]

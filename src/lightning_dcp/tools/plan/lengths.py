@@ -91,9 +91,7 @@ class Batches:
 def read_batches(options: LengthOptions, *, longest: int) -> Batches:
     """Reads or draws lengths and makes global batches of them.
 
-    Args:
-        options: Where from.
-        longest: The most tokens that the pool holds of one sample.
+    ``longest`` is the most tokens that the pool holds of one sample.
 
     Raises:
         ValueError: The input is wrong, ``max_length`` is more than the pool holds, or nothing is
@@ -107,7 +105,13 @@ def read_batches(options: LengthOptions, *, longest: int) -> Batches:
         )
     rng = np.random.default_rng(options.seed)
     drawn = _draw(options, rng)
-    _refuse_long(options, drawn, max_length)
+    num_long = int((drawn > max_length).sum())
+    if options.long_sequences == "error" and num_long:
+        raise ValueError(
+            f"{num_long:,} of {len(drawn):,} lengths are above {max_length}, up to "
+            f"{int(drawn.max())}: raise max_seqlen_per_dp_cp_rank or num_ranks, or set "
+            "long_sequences to truncate, split or drop"
+        )
     pieces = cut_documents(
         np.zeros_like(drawn),
         drawn,
@@ -157,15 +161,3 @@ def _source(options: LengthOptions) -> LengthTable | LengthDistribution:
         cache_dir=options.cache_dir,
     )
     return LengthTable(*np.unique(data.document_lengths(), return_counts=True))
-
-
-def _refuse_long(options: LengthOptions, drawn: NDArray[np.int64], max_length: int) -> None:
-    if options.long_sequences != "error":
-        return
-    num_long = int((drawn > max_length).sum())
-    if num_long:
-        raise ValueError(
-            f"{num_long:,} of {len(drawn):,} lengths are above {max_length}, up to "
-            f"{int(drawn.max())}: raise max_seqlen_per_dp_cp_rank or num_ranks, or set "
-            "long_sequences to truncate, split or drop"
-        )

@@ -8,12 +8,7 @@ from lightning_dcp.tools.plots import new_figure, save_figure
 
 
 def plot_first_plans(path: str, results: list[PlannerResult]) -> None:
-    """Draws the plans of the first global batch, one above the other.
-
-    Args:
-        path: The PNG file.
-        results: Of planners that gave a plan of it; all on one pool.
-    """
+    """Draws the first global batch's plans, all on one pool, one above the other, into a PNG."""
     shown = [(one, one.first_plan) for one in results if one.first_plan is not None]
     heights = [plan_height(plan) for _, plan in shown]
     figure = new_figure(10.0, 0.9 + sum(heights))

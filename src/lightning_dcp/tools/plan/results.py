@@ -86,11 +86,7 @@ class PlannerResult:
         return max(report.peak_activation_bytes for report in self.reports)
 
     def values(self, static: PlannerResult) -> dict[str, Any]:
-        """JSON values.
-
-        Args:
-            static: What to compare with.
-        """
+        """JSON values; ``static`` is what to compare with."""
         if self.failure is not None:
             return {"planner": self.planner, "failure": self.failure}
         predicted = self.predicted_seconds

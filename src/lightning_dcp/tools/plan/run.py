@@ -142,7 +142,8 @@ class PredictedRun:
             pipeline_model_parallel_size=pp_size,
             expert_model_parallel_size=options.expert_model_parallel_size or 1,
         )
-        cap = options.max_seqlen_per_dp_cp_rank or (config.cap if config is not None else None)
+        strategy = {} if config is None else config.strategy
+        cap = options.max_seqlen_per_dp_cp_rank or strategy.get("max_seqlen_per_dp_cp_rank")
         if cap is None:
             raise ValueError(
                 "how large is the cap? Give max_seqlen_per_dp_cp_rank, the most rows that a rank "
@@ -153,7 +154,7 @@ class PredictedRun:
             pad_to_length_bucket=options.pad_to_length_bucket,
             fp8=bool(options.fp8),
         )
-        max_length = config.max_length if config is not None else None
+        max_length = None if config is None else config.max_length
         return cls(
             options=options,
             model=model or LLAMA_8B,
@@ -185,13 +186,7 @@ class PredictedRun:
         cap: int | None = None,
         tp_size: int | None = None,
     ) -> PlanSettings:
-        """How a planner plans this run, or another on as many devices.
-
-        Args:
-            planner: Its name.
-            context_parallel_size: CP size of ``static``.
-            cap: Another cap.
-            tp_size: Another tensor-parallel size.
+        """How a planner plans this run, or one with another cap or tp_size on as many devices.
 
         Raises:
             ValueError: The calibration is for another tensor-parallel size, or ``tp_size`` does not
@@ -292,12 +287,7 @@ class PredictedRun:
 
 
 def static_cp_sizes(longest: int, settings: PlanSettings) -> list[int]:
-    """CP sizes of a static run on which the longest sample keeps the cap, ascending.
-
-    Args:
-        longest: Tokens of the longest sample.
-        settings: The pool, which the sizes divide, the cap and the padding.
-    """
+    """CP sizes of a static run on which ``longest`` tokens keep the cap, ascending."""
     cap, tp_size = settings.max_seqlen_per_dp_cp_rank, settings.tp_size
     return [
         size

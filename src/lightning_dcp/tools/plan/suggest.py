@@ -69,13 +69,11 @@ class Candidate:
 
     def values(self) -> dict[str, Any]:
         """JSON values."""
-        settings = self.settings
+        names = (
+            "planner", "num_ranks", "tp_size", "context_parallel_size", "max_seqlen_per_dp_cp_rank",
+        )  # fmt: skip
         return {
-            "planner": settings.planner,
-            "num_ranks": settings.num_ranks,
-            "tp_size": settings.tp_size,
-            "context_parallel_size": settings.context_parallel_size,
-            "max_seqlen_per_dp_cp_rank": settings.max_seqlen_per_dp_cp_rank,
+            **{name: getattr(self.settings, name) for name in names},
             "tokens_per_second": self.rate,
             "bytes_per_device": self.bytes_per_device,
         }
@@ -83,13 +81,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """The recommended candidate.
-
-    Attributes:
-        best: The recommended one.
-        reason: Why, in a sentence.
-        candidates: All that fit the memory.
-    """
+    """The best candidate, why it is, in a sentence, and all candidates that fit the memory."""
 
     best: Candidate
     reason: str
