@@ -121,11 +121,8 @@ class _WeightGradient:
     """Adds up ``dlogits.T @ hidden`` of all chunks, in float32 for 16-bit inputs.
 
     For these the float32 sum of the first half of the vocabulary lies in the memory of the result,
-    which is as large, and only the other half is extra.
-
-    Args:
-        weight: [local vocabulary, h].
-        size: Rows that belong to the real vocabulary; the gradient of the others is zero.
+    which is as large, and only the other half is extra. Of ``weight`` [local vocabulary, h] the
+    first ``size`` rows belong to the real vocabulary; the gradient of the others is zero.
     """
 
     def __init__(self, weight: Tensor, size: int) -> None:

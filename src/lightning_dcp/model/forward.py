@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -33,10 +33,8 @@ def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> HiddenStat
 
     ``model`` is a Megatron-Core GPTModel with its CP hooks installed.
     """
-    result: HiddenStates = model(
-        **_arguments(model, micro_batch), output_processor=_take_hidden_states
-    )
-    return result
+    inputs = _arguments(model, micro_batch)
+    return cast(HiddenStates, model(**inputs, output_processor=_take_hidden_states))
 
 
 def stage_output(chunk: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
@@ -45,8 +43,7 @@ def stage_output(chunk: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
     Its input is set and its CP hooks are installed. Under sequence parallelism the rows are this
     rank's slice.
     """
-    result: Tensor = chunk(**_arguments(chunk, micro_batch))
-    return result
+    return cast(Tensor, chunk(**_arguments(chunk, micro_batch)))
 
 
 def _arguments(model: Any, micro_batch: MicroBatch) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from lightning_dcp.parallel import ParallelContext
 class WholeNames:
     """Turns this rank's parameter and buffer names into those of the whole model.
 
-    Args:
-        module: A Megatron-Core model, a ``ModuleList`` of a rank's chunks, or a module that has
-            one of them somewhere.
+    They are of a Megatron-Core model, a ``ModuleList`` of a rank's chunks, or a module that has one
+    of them somewhere.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -16,11 +16,6 @@ class RMSNorm(torch.nn.RMSNorm):
     Megatron-Core's own wrapper of torch's norms refuses sequence parallelism. There each
     tensor-parallel rank norms its slice of the rows, so that the weight's gradient is a partial sum
     on each: the mark on the weight makes ``finalize_model_grads`` add them up.
-
-    Args:
-        config: The model's config.
-        hidden_size: Width that is normed.
-        eps: Added to the mean square.
     """
 
     def __init__(

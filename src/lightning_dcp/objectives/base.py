@@ -125,10 +125,7 @@ class Objective(ABC):
     def check(self, batch: GlobalBatch, *, vocab_size: int | None = None) -> None:
         """Refuses a global batch that lacks what this objective reads.
 
-        Args:
-            batch: The batch.
-            vocab_size: Ids must be in ``0 .. vocab_size - 1``; None leaves them unchecked, as those
-                on a device are.
+        Without ``vocab_size`` ids are left unchecked, as those on a device are.
 
         Raises:
             ValueError: A key is missing, has another shape, or holds ids outside the vocabulary.

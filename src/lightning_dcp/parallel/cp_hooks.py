@@ -28,11 +28,8 @@ from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
 def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
     """Makes every module of ``model`` that needs to know follow the micro-batch that is running.
 
-    Args:
-        model: A Megatron-Core model, which takes ``packed_seq_params`` by keyword.
-
-    Returns:
-        A function that takes the hooks away and restores the collections; harmless twice.
+    The model takes ``packed_seq_params`` by keyword. What is returned takes the hooks away and
+    restores the collections; calling it twice is harmless.
     """
     if torch.cuda.is_available():
         from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention

@@ -118,8 +118,7 @@ def cpu_mode_is_active() -> bool:
 def enable_cpu_mode() -> bool:
     """Makes Megatron-Core run on the CPU where there is no CUDA device; harmless when called twice.
 
-    Returns:
-        Whether CPU mode is in force: False where a CUDA device is there, and nothing is touched.
+    Gives whether CPU mode is in force: False where a CUDA device is there; nothing is touched then.
     """
     global _active
     if _active is not None or torch.cuda.is_available():

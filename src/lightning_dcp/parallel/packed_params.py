@@ -83,12 +83,7 @@ def bind_micro_batch(
     own sequence, which causal attention never looks at. TransformerEngine would otherwise have to
     skip gaps between sequences, which only some of its kernels can.
 
-    Args:
-        micro_batch: A packed micro-batch.
-        groups: The groups of this rank's pool.
-        batch_totals: Of the global batch; by default the micro-batch is all of it.
-        max_rows_of_step: As in the class; this rank's own by default.
-        routes: To replay or record, if any.
+    By default the micro-batch is all of its global batch, and no rank has more rows in its step.
     """
     layout = micro_batch.layout
     boundaries = vars(micro_batch.packed_seq_params)
