@@ -38,13 +38,10 @@ class PredictionWriter(BasePredictionWriter):
     def __init__(self, path: str = "predictions.parquet", compression: str = "zstd") -> None:
         super().__init__(write_interval="batch")
         self.path = Path(path)
+        self._unfinished = self.path.with_name(f".{self.path.name}.unfinished")
         self.compression = compression
         self._writer: Any = None
         self._seen: set[int] = set()
-
-    @property
-    def _unfinished(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.unfinished")
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

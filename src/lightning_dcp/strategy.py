@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal, override
 
@@ -308,15 +309,8 @@ class DynamicCPStrategy(DDPStrategy):
         Raises:
             ValueError: They do not work together.
         """
-        return ParallelSizes(
-            world_size=world_size,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-        )
+        names = {field.name for field in fields(ParallelSizes)} - {"world_size"}
+        return ParallelSizes(world_size=world_size, **{name: getattr(self, name) for name in names})
 
     def plan_settings(
         self,

@@ -30,6 +30,7 @@ def prefetcher():
     made = PlanPrefetcher(plan)
     yield made
     made.close()
+    made._thread.shutdown()  # close() does not wait for the thread; the next test must not see it
 
 
 def test_a_submitted_batch_has_the_plan_that_planning_gives(prefetcher):

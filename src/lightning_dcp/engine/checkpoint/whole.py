@@ -137,7 +137,10 @@ def full_optimizer_state(
     shards = list(shards_of(optimizer, module))
     # A rank without a part of some parameter still takes part in each of the collectives below.
     keys = _union({key for *_, shard in shards if shard for key in shard.tensors}, context)
-    step = _step_number(shards, optimizer, context)
+    steps = [shard.step for *_, shard in shards if shard is not None]
+    steps += [int(group.get("step") or 0) for group in optimizer.param_groups]
+    step = torch.tensor(max(steps, default=0), device=context.device)
+    dist.all_reduce(step, op=dist.ReduceOp.MAX)
     states: dict[str, dict[str, Tensor]] = {}
     for key in sorted(keys):
         mine = {
@@ -153,7 +156,7 @@ def full_optimizer_state(
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return {"format": _FORMAT, "step": step, "param_groups": groups, "state": states}
+    return {"format": _FORMAT, "step": int(step), "param_groups": groups, "state": states}
 
 
 def load_full_optimizer_state(
@@ -169,7 +172,10 @@ def load_full_optimizer_state(
     """
     names = WholeNames(module)
     _check_state(module, state, context)
-    _load_groups(optimizer, state["param_groups"])
+    # Which groups a rank has depends on its layers and experts.
+    of_kind = {_kind_of(group): group for group in reversed(state["param_groups"])}
+    for group in optimizer.param_groups:
+        group.update(of_kind.get(_kind_of(group), {}))
     for name, parameter, shard in shards_of(optimizer, module):
         if shard is None:
             continue
@@ -179,13 +185,6 @@ def load_full_optimizer_state(
         whole = state["state"][whole_name]
         shard.load({key: split_for_tp(whole[key], parameter, context) for key in whole})
         shard.set_step(state["step"])
-
-
-def _load_groups(optimizer: MegatronOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Restores the groups' settings; which groups a rank has depends on its layers and experts."""
-    of_kind = {_kind_of(group): group for group in reversed(saved)}
-    for group in optimizer.param_groups:
-        group.update(of_kind.get(_kind_of(group), {}))
 
 
 def _kind_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -221,18 +220,6 @@ def _union(mine: set[str], context: ParallelContext) -> set[str]:
     of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, mine, group=context.host_group)
     return set().union(*of_ranks)
-
-
-def _step_number(
-    shards: list[tuple[str, Tensor, Shard | None]],
-    optimizer: MegatronOptimizer,
-    context: ParallelContext,
-) -> int:
-    steps = [shard.step for _, _, shard in shards if shard is not None]
-    steps += [int(group.get("step") or 0) for group in optimizer.param_groups]
-    step = torch.tensor(max(steps, default=0), device=context.device)
-    dist.all_reduce(step, op=dist.ReduceOp.MAX)
-    return int(step)
 
 
 def _gather_over_pool(
