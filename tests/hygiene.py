@@ -10,8 +10,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-# Megatron-Core and Lightning set these and leave them: put back without a word.
-_OF_OTHERS = ("NVTE_", "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+# Megatron-Core, Lightning and the first import of torch set these: put back without a word.
+_OF_OTHERS = ("NVTE_", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORCHINDUCTOR_", "PYTORCH_")
 
 
 def load() -> float:
