@@ -25,6 +25,7 @@ def lazy_names(
             setattr(sys.modules[package], name, value)  # The next look-up does not come here.
             return value
         # `import lightning_dcp; lightning_dcp.planning` works without an import of its own.
+        # Tools ask for names such as __wrapped__; those are not worth a search of the disk.
         if not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -18,12 +18,14 @@ def register_strategies() -> None:
     if _STRATEGIES in sys.modules:
         _register(sys.modules[_STRATEGIES])
     else:
+        # In front: the search ends with the first finder that knows the module.
         sys.meta_path.insert(0, _StrategiesFinder())
 
 
 def _register(strategies: ModuleType) -> None:
     registry = strategies.StrategyRegistry
     for name, start_method in _START_METHODS.items():
+        # Lightning refuses a name that is registered twice.
         if name not in registry:
             registry.register(
                 name,

@@ -35,12 +35,14 @@ def main(args: Sequence[str] | None = None) -> None:
     if "--traceback" in given:
         # In the environment, where the processes that Lightning starts find it too.
         os.environ[TRACEBACK] = "1"
+        # LightningCLI reads sys.argv itself, and does not know the option.
         given = [arg for arg in given if arg != "--traceback"]
         if args is None:
             sys.argv[1:] = given
     # The strings under the fields of our config dataclasses are their help texts.
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     if given in (["-h"], ["--help"]):
+        # Our own text: LightningCLI's parser would import torch and Lightning for it.
         print(_help())
         return
     with told_once(given[0] if given else ""):

@@ -18,6 +18,7 @@ def check_at_least(name: str, value: object, minimum: int = 1) -> int:
         TypeError: It is no integer; a bool is none either.
         ValueError: It is below the minimum.
     """
+    # To Python a bool is an integer: True would count as 1.
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(
             f"{name}={value!r} is a {type(value).__name__}; give an int of {minimum} or more"

@@ -22,6 +22,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         ValueError: The folder cannot be written.
     """
     file = Path(path).expanduser()
+    # Beside the file, since a rename is atomic within one file system only.
     # The process id: ranks and workers that write the same file do not meet in one.
     scratch = file.with_name(f".{os.getpid()}-{file.name}")
     try:
@@ -31,5 +32,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(scratch, file)
         finally:
             scratch.unlink(missing_ok=True)
+    # Those of the block too, such as a full disk: commands tell a ValueError in a line.
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error}") from error

@@ -63,6 +63,7 @@ class ModelConfig:
             if value is not None:
                 check_at_least(name, value)
         for name in ("rotary_base", "layernorm_epsilon", "init_method_std"):
+            # Not "<= 0", which lets NaN pass.
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, found {getattr(self, name)}.")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
@@ -116,6 +117,7 @@ class ModelConfig:
     @property
     def ffn_width(self) -> int:
         """Width of the gated MLP."""
+        # Three matrices of 8 / 3 have as many weights as the two of 4 of an MLP without gate.
         return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 64)) * 64
 
     @property
@@ -226,6 +228,7 @@ class Recompute:
     """selective only. core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
 
     def __post_init__(self) -> None:
+        # Megatron-Core's, but for those of layers that no model here has (mla_up_proj and others).
         known = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
         unknown = sorted(set(self.modules) - set(known))
         if unknown:

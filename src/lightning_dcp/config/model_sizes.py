@@ -70,6 +70,7 @@ class ModelSizes:
         Raises:
             ValueError: A size is missing, or the model has multi-head latent attention.
         """
+        # Vision-language models nest the decoder's sizes.
         config = config.get("text_config", config)
         if config.get("kv_lora_rank"):
             raise ValueError(
@@ -113,10 +114,12 @@ class ModelSizes:
         query = self.num_attention_heads * self.head_dim
         key_value = self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key_value)
+        # Gate, up and down of a gated MLP.
         dense = 3 * self.hidden_size * self.intermediate_size
         moe = self.hidden_size * (self.num_experts + 3 * self.shared_expert_intermediate_size)
         num_dense = self.num_layers - self.num_moe_layers
         layers = self.num_layers * attention + num_dense * dense + self.num_moe_layers * moe
+        # The output layer alone: looking an embedding up multiplies nothing.
         return layers + self.hidden_size * self.vocab_size
 
     @property
@@ -149,6 +152,7 @@ class ModelSizes:
     @property
     def fingerprint(self) -> str:
         """A short name that models of the same sizes share, and others do not."""
+        # Sorted: calibration files outlive the order of the fields.
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -166,6 +170,7 @@ QWEN3_30B_A3B = ModelSizes(
 )  # fmt: skip
 """Qwen3-30B-A3B, a mixture of experts: the sizes of its published configuration."""
 
+# As Qwen, Mixtral and DeepSeek call it.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -177,6 +182,7 @@ def _size(config: Mapping[str, Any], name: str) -> int:
 
 
 def _shared(config: Mapping[str, Any]) -> int:
+    # Qwen gives the width, DeepSeek how many experts of the routed ones' width.
     width: int = config.get("shared_expert_intermediate_size") or 0
     return width or (config.get("n_shared_experts") or 0) * (
         config.get("moe_intermediate_size") or 0
@@ -186,6 +192,7 @@ def _shared(config: Mapping[str, Any]) -> int:
 def _dense_layers(config: Mapping[str, Any]) -> int:
     """Qwen's rule (every ``decoder_sparse_step``-th layer, but for ``mlp_only_layers``)."""
     step = config.get("decoder_sparse_step") or 1
+    # DeepSeek's.
     first = config.get("first_k_dense_replace") or 0
     only = set(config.get("mlp_only_layers") or ())
     layers = range(_size(config, "num_hidden_layers"))

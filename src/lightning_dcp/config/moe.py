@@ -87,13 +87,16 @@ class MoEConfig:
             "moe_router_score_function": self.score_function,
             "moe_router_load_balancing_type": list(losses),
             "moe_aux_loss_coeff": list(losses.values()),
+            # Megatron-Core computes the loss unless it is None, with a coefficient of 0 too.
             "moe_z_loss_coeff": self.z_loss_coeff or None,
             "moe_router_enable_expert_bias": self.expert_bias,
             "moe_router_bias_update_rate": self.expert_bias_update_rate,
+            # Megatron-Core's advice for stability, above all with many experts.
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": self.token_dispatcher,
             "moe_router_fusion": self.router_fusion,
             "moe_enable_routing_replay": self.router_replay,
             "moe_grouped_gemm": grouped_gemm,
+            # None would split each expert over the tensor-parallel ranks.
             "expert_tensor_parallel_size": 1,
         }

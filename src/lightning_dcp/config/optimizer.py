@@ -57,9 +57,11 @@ class LRSchedule:
         ``total_steps`` are those of the whole fit; None means no decay.
         """
         if step < self.warmup_steps:
+            # step + 1: a first step with a learning rate of 0 would change nothing.
             return (step + 1) / self.warmup_steps
         if total_steps is None or self.kind == "constant":
             return 1.0
+        # A fit may end with its warm-up.
         length = max(total_steps - self.warmup_steps, 1)
         progress = min((step - self.warmup_steps) / length, 1.0)
         shape = 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2

@@ -65,6 +65,7 @@ class PackPadding:
 
     def pack_alignment(self, cp_size: int, tp_size: int = 1) -> int:
         """The number that the rows which a rank holds of a pack are a multiple of."""
+        # The same for every CP size above 1: the zigzag's factor of cp_size cancels.
         rows = row_alignment(cp_size, tp_size) // cp_size
         # The rows of a sequence divide it, with FP8 too: 16 divides 128.
         return math.lcm(_FP8_BLOCKS * rows if self.fp8 else rows, self.pad_to_length_bucket or 1)
@@ -144,6 +145,7 @@ def padded_length[T: (int, NDArray[np.int64])](
 ) -> T:
     """``length`` rounded up to the alignment of a sequence: tokens of the whole group."""
     align = padding.sequence_alignment(cp_size, tp_size)
+    # Rounds up without floats, ints and arrays alike.
     return -(-length // align) * align
 
 

@@ -79,6 +79,7 @@ class ParallelSizes:
                 f"{self.context_parallel_size}. Use a context_parallel_size that divides it."
             )
 
+        # All ranks of a stage, tensor-parallel ones too: an expert is not split (moe.py).
         of_stage = self.world_size // pp
         if of_stage % self.expert_model_parallel_size:
             raise ValueError(

@@ -115,6 +115,7 @@ def make_plan(
     """
     name, make_steps = _resolve(settings.planner)
     context_parallel_size = settings.context_parallel_size
+    # A planner of the user's own may read it.
     if context_parallel_size is not None and name in PLANNERS and name != "static":
         raise ValueError(
             f"context_parallel_size={context_parallel_size} with planner={name!r}, which "
@@ -133,12 +134,15 @@ def make_plan(
         padding=settings.padding,
         keep_together=None if keep_together is None else tuple(map(int, keep_together)),
     )
+    # Whoever made it: ranks that run a broken plan do not fail, they wait for each other.
     plan.validate()
+    # The planner's steps, not the plan's: the tables of the request count by unit.
     return replace(plan, report=make_report(request, steps))
 
 
 def _resolve(planner: str | Planner) -> tuple[str, Planner]:
     if callable(planner):
+        # Partials and other callable objects have no name of their own.
         return getattr(planner, "__name__", type(planner).__name__), planner
     if planner not in PLANNERS:
         raise ValueError(

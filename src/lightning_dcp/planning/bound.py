@@ -13,6 +13,7 @@ from lightning_dcp.planning.request import PlanRequest
 
 # The k of the shares; 0 stands for the share as it is.
 _ROUNDINGS = (0, 1, 2, 3)
+# Any price gives a bound (weak duality): a coarse grid costs tightness, never the proof.
 # Prices that are tried, each so much of the last.
 _NUM_PRICES, _PRICE_STEP = 24, 0.6875
 # Steps that are bounded one by one, from the longest on.
@@ -20,6 +21,7 @@ _NUM_LONGEST = 64
 
 
 # Kept for the last request: the planner asks for it, and the report of its plan.
+# Requests compare by identity, so that the look-up hashes no lengths.
 @lru_cache(maxsize=1)
 def lower_bound(request: PlanRequest) -> float:
     """Seconds that no valid plan of the request stays below, by its cost model.
@@ -91,6 +93,7 @@ def _costs(
 ) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
     """The least number of steps, ``w_i(s)``, and the shares in it."""
     ranks, _ = _mix(tables.fits, shares, tables.sizes)
+    # A sum that rounding lifts above a whole number must not count as a step more.
     num_steps = max(1, math.ceil(_sum(ranks.min(axis=0)) / request.num_ranks - 1e-9))
     hops = tables.sizes * (request.fixed_table - request.fixed_table[0])
     cost, share = _mix(tables.fits, shares, hops, tables.sizes * request.time_table)
@@ -156,6 +159,7 @@ def _mix(
     """
     tables = [np.where(fits, base + weight * share, np.inf) for share in shares]
     totals = [float(table.min(axis=0).sum()) for table in tables]
+    # Greedy: every choice of shares gives a bound, so that a poor one is still true.
     start = max(range(len(shares)), key=totals.__getitem__)
     mixed, chosen, best = tables[start].copy(), shares[start].copy(), totals[start]
     for size in reversed(range(len(mixed))):
@@ -230,10 +234,12 @@ def _longest_step(request: PlanRequest, tables: _Tables, num_steps: int) -> floa
     for k, size in enumerate(request.cp_sizes):
         if tables.fits[k, sample]:
             rows = size * int(request.row_table[k, sample])
+            # capacity[1] is the largest: other sizes' alignments are multiples of a single rank's.
             space = request.num_ranks * request.capacity[1] - rows
             rest = (total - _most(work, tables.space, space)) / request.num_ranks
             seconds = float(request.time_table[k, sample]) + request.fixed[size]
             bounds.append(seconds + rest + (num_steps - 1) * request.fixed[1])
+    # The plan chooses the sample's size, so only the least of these holds for all plans.
     return min(bounds)
 
 
@@ -266,6 +272,7 @@ def _most(values: NDArray[np.float64], weights: NDArray[np.float64], capacity: f
     """The largest sum of values whose weights keep a capacity, parts of an item allowed."""
     keep = values > 0
     values, weights = values[keep], weights[keep]
+    # Densest first, the last one in part: no choice of whole items is worth more (Dantzig 1957).
     order = np.argsort(-values / weights, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     part = np.clip((capacity - before) / weights[order], 0.0, 1.0)

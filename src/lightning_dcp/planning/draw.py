@@ -125,7 +125,9 @@ def _draw_boxes(axes: Axes, plan: Plan, cost_model: CostModel, execution: Execut
     end = max(ready)
     # What no box covers is time that ranks wait.
     axes.add_patch(Rectangle((0.0, 0.0), end, plan.num_ranks, facecolor=IDLE_COLOR, zorder=0))
+    # The edges of many thin boxes would hide their colours.
     line = 0.7 if len(plan.steps) <= 100 else 0.0
+    # One collection, since matplotlib draws thousands of single patches slowly.
     boxes = PatchCollection(patches, facecolors=colors, edgecolors="white", linewidths=line)
     axes.add_collection(boxes)
     return end

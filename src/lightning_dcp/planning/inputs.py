@@ -25,6 +25,7 @@ def as_lengths(lengths: Sequence[int] | NDArray[np.integer]) -> tuple[int, ...]:
         raise TypeError(
             f"lengths is a {type(lengths).__name__}; give a list, tuple or NumPy array of ints"
         )
+    # Type by type: a global batch has thousands of lengths. A bool is an int to Python.
     for kind in set(map(type, lengths)):
         if issubclass(kind, bool) or not issubclass(kind, int | np.integer):
             sample = next(i for i, length in enumerate(lengths) if type(length) is kind)
@@ -61,6 +62,7 @@ def as_units(
             f"keep_together has shape {ids.shape} for {num_samples} samples; give one id a sample"
         )
     units: dict[int, list[int]] = {}
+    # Insertion order: units by first sample, and samples ascend in each, on every rank alike.
     for sample, unit in enumerate(ids.tolist()):
         units.setdefault(unit, []).append(sample)
     return tuple(map(tuple, units.values()))

@@ -213,6 +213,7 @@ class Plan:
     def _fault_of(self, group: Group) -> str:
         """What is wrong with a group; empty if nothing is."""
         ids = group.sample_ids
+        # Process groups exist for these alone; making one is a collective of the whole world.
         power_of_two = group.size & (group.size - 1) == 0
         if group.size != self.num_ranks and not (
             power_of_two and group.first_rank % group.size == 0
@@ -244,6 +245,7 @@ class Plan:
 
     def _check_samples(self) -> None:
         planned = [i for step in self.steps for group in step.groups for i in group.sample_ids]
+        # The usual case at once; the loop below only finds which sample it is.
         # They are known to be within the batch.
         if len(planned) == len(self.lengths) == len(set(planned)):
             return
@@ -280,6 +282,7 @@ class Plan:
             for group in step.groups:
                 for sample in group.sample_ids:
                     unit = self.keep_together[sample]
+                    # The first of a unit's samples says where all of them belong.
                     other, where, home = first.setdefault(unit, (sample, index, group))
                     if (where, home) != (index, group):
                         raise PlanError(

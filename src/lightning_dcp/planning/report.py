@@ -50,6 +50,7 @@ def predicted_seconds(request: PlanRequest, steps: Sequence[Step]) -> float:
     ready = [0.0] * request.num_ranks
     for step, seconds in zip(steps, times, strict=True):
         for group, time in zip(step.groups, seconds, strict=True):
+            # A group starts when the last of its members is done with the step before.
             first, last = group.first_rank, group.first_rank + group.size
             ready[first:last] = [max(ready[first:last]) + time] * group.size
     return max(ready)
@@ -60,6 +61,7 @@ def make_report(request: PlanRequest, steps: Sequence[Step]) -> PlanReport:
     settings, model, parts = request.settings, request.settings.cost_model, request.cost_parts
     groups = [group for step in steps for group in step.groups]
     num_samples = [len(group.sample_ids) for group in groups]
+    # Flat arrays over samples, [num_samples]: training asks for a report of every global batch.
     samples = np.fromiter(chain.from_iterable(g.sample_ids for g in groups), dtype=np.int64)
     index_of = {size: k for k, size in enumerate(request.cp_sizes)}
     of_group = np.array([index_of[group.size] for group in groups])
@@ -86,6 +88,7 @@ def make_report(request: PlanRequest, steps: Sequence[Step]) -> PlanReport:
         predicted_seconds=predicted,
         bound_seconds=lower_bound(request),
         tokens_per_second=sum(request.lengths) / predicted,
+        # The same times added up in another order: without waiting, rounding may tell them apart.
         idle_share=max(0.0, 1.0 - busy / total),
         padding_share=model.seconds_per_row * padded / total,
         communication_share=exposed / total,

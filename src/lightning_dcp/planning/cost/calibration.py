@@ -74,12 +74,15 @@ def fit_cost_model(measured: Sequence[MeasuredMicroBatch], *, base: CostModel) -
     for overlap in _OVERLAPS:
         model = replace(base, overlap=overlap)
         for _ in range(_MAX_ROUNDS):
+            # Two fits may lead to each other for ever: hence the limit.
             last, (model, error) = model, _fit_once(measured, seconds, model)
             if model == last:
                 break
         candidates.append((error, overlap, model))
+        # Without groups there is no exchange that an overlap could hide.
         if all(one.size == 1 for one in measured):
             return replace(model, overlap=base.overlap)
+    # Models have no order; of equal errors the smaller overlap counts.
     return min(candidates, key=lambda candidate: candidate[:2])[2]
 
 
@@ -116,7 +119,9 @@ def _fit_once(
     measured: Sequence[MeasuredMicroBatch], seconds: NDArray[np.float64], model: CostModel
 ) -> tuple[CostModel, float]:
     """A fit where the communication of the same samples is hidden as by ``model``; its error."""
+    # Over the measured time: errors are then relative, and long micro-batches do not rule the fit.
     table = np.array([_features(one, model) for one in measured]) / seconds[:, None]
+    # What nothing was measured of keeps the value of the base.
     seen = [k for k in range(len(_FITTED)) if table[:, k].any()]
     if len(measured) < len(seen):
         raise ValueError(

@@ -144,6 +144,7 @@ def _check_fields(content: Any, kind: type[CostModel | Calibration], path: str) 
             "calibrate again"
         )
     names = {f.name for f in fields(kind)}
+    # Both ways: CostModel's defaults, those of an 8B model, would stand in for missing fields.
     if content.keys() != names:
         missing, unknown = sorted(names - content.keys()), sorted(content.keys() - names)
         raise ValueError(f"{path}: missing {missing}, unknown {unknown}: calibrate again")

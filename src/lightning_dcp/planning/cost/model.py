@@ -45,6 +45,7 @@ class CostParts:
         Args:
             units: The samples of each unit.
         """
+        # [num_samples]: the unit of each.
         unit = np.empty(self.rows.shape[1], dtype=np.int64)
         for k, samples in enumerate(units):
             unit[list(samples)] = k
@@ -153,15 +154,18 @@ class CostModel:
             recompute: Whether the backward pass runs each layer's forward pass again.
         """
         # Forward passes' worth of linear work, of attention, and of exchanges of keys and values.
+        # One forward and two backward (2.5 in attention); recomputation runs one more forward.
         passes, attention_passes, kv_passes = (4, 4.5, 4) if recompute else (3, 3.5, 3)
         share = tp_size * pp_size
         rate = device.peak_flops * device.linear_utilisation * share
         shared = 2 * passes * model.shared_weights / rate
         experts = 2 * passes * model.expert_weights / rate
+        # Rows go to experts and back, in each pass.
         dispatch = _dispatch_bytes(model, ep_size) * (6 if recompute else 4)
         width = model.num_attention_heads * model.head_dim
         pair = 2 * attention_passes * width * model.num_layers
         kv_bytes = kv_passes * model.key_value_bytes_per_row / share
+        # Latency is not shared by tensor-parallel ranks: each exchanges its own heads.
         hops = kv_passes * model.num_layers / pp_size
         kept = model.layer_input_bytes_per_row if recompute else model.activation_bytes_per_row
         # An expert sees only its part of the rows, of all ranks that share the experts.
@@ -177,6 +181,7 @@ class CostModel:
             fixed_seconds=model.num_layers / pp_size * device.layer_seconds
             + device.half_rows * (shared + experts * spread),
             overlap=device.overlap,
+            # Tensor-parallel ranks are neighbours: a DPxCP rank takes tp_size devices of a node.
             ranks_per_node=max(1, device.devices_per_node // tp_size),
             activation_bytes_per_row=kept / share,
             model=model.fingerprint,

@@ -12,6 +12,7 @@ from lightning_dcp.planning.request import PlanRequest
 
 # Looks at a sample and a micro-batch for it, in all, some 10 ms of planning; and what dealing
 # samples costs beside them.
+# Counted, not timed: all ranks must stop at the same plan.
 _MOST_LOOKS, _LOOKS_OF_CALL = 100_000, 100
 _LOOKS_OF_EXCHANGE = 20
 # Seconds, as a part of a plan's, that are no gain but rounding.
@@ -63,6 +64,7 @@ class _Search:
     def run(self, steps: list[_Step]) -> list[_Step]:
         steps = [self._regrouped(step, step.samples, step.sizes, depth=2) for step in steps]
         while True:
+            # Longest steps first: they have the most to gain before the looks run out.
             steps.sort(key=lambda step: -step.seconds)
             for a, b, new_a, new_b in self._moves(steps):
                 if self.looks < 0:
@@ -88,6 +90,7 @@ class _Search:
             for one in steps[a].samples:
                 ours = [i for i in steps[a].samples if i != one]
                 left = self._dealt(ours, steps[a].sizes) if ours else _EMPTY
+                # Taking a sample in hardly makes the other step quicker: the gain must be here.
                 if left.seconds < steps[a].seconds:
                     yield a, b, left, self._dealt([*steps[b].samples, one], steps[b].sizes)
         for a, b in combinations(range(number), 2):
@@ -106,6 +109,7 @@ class _Search:
         # Most pairs of steps are as they were before the last move.
         if key not in self.dealt:
             first = self._lpt(samples, sizes)
+            # One change of groups: candidates are many. Those that are kept get two (run).
             self.dealt[key] = self._regrouped(first, samples, sizes, depth=1)
         return self.dealt[key]
 
@@ -116,6 +120,7 @@ class _Search:
         gained = True
         while gained:
             gained = False
+            # An ordered set: of equally quick ones the first counts, on every rank alike.
             near: dict[tuple[int, ...], None] = {sizes: None}
             for _ in range(depth):
                 near = dict.fromkeys(n for one in near for n in self._regroupings(one))
@@ -134,6 +139,7 @@ class _Search:
             load = [request.seconds(p.sample_ids, p.size) for p in packs]
             slow = max(range(len(packs)), key=load.__getitem__)
             gained = False
+            # Only the slowest group sets the step's time.
             for k, one in product(range(len(packs)), packs[slow].sample_ids):
                 for other in (None, *packs[k].sample_ids) if k != slow else ():
                     self.looks -= _LOOKS_OF_EXCHANGE

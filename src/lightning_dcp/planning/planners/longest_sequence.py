@@ -80,6 +80,7 @@ def _micro_batches(request: PlanRequest) -> list[Pack]:
                 samples.append(order[position])
                 slack += rows[position]
                 following[position] = position + 1
+            # On to the longest one that the slack holds; those in between are too long.
             position = bisect_left(rows, -slack, lo=position + 1)
             while following[position] != position:
                 following[position] = following[following[position]]

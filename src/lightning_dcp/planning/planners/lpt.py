@@ -55,9 +55,11 @@ class _Shelf:
         self, request: PlanRequest, bins: Bins, indices: list[int], targets: list[float]
     ) -> None:
         size = self.size = bins.size[indices[0]]
+        # Ties go to the lower index, so that all ranks fill alike.
         # (time over the target, bin): the first is the one with the most time left.
         self.ready = [(bins.load[index] - targets[index], index) for index in indices]
         heapify(self.ready)
+        # (negated slack, time over, bin): the first is the first that can hold a sample again.
         self.waiting: list[tuple[int, float, int]] = []
         self.rows = request.rows[size]
         self.times = request.times[size]
@@ -100,6 +102,7 @@ def fill(
         best, best_size, least, forced = None, 0, 0.0, True
         for shelf in unpacked:
             size, is_hard, rows, times, ready, waiting = shelf
+            # Shelves come by size: a smaller one has the time, larger ones only take more ranks.
             if best is not None and least <= 0.0 and size > best_size:
                 break
             need = rows[sample]

@@ -65,6 +65,7 @@ def plan_megatron(request: PlanRequest) -> list[Step]:
         return _ask(request, scheduler, smallest)
     except PlanError:
         widest = padded([request.num_ranks] * len(request.lengths))
+        # The same question would get the same answer.
         if widest == smallest:
             raise
         return _ask(request, scheduler, widest)
@@ -117,6 +118,7 @@ def _ask(request: PlanRequest, scheduler: Any, lengths: list[int]) -> list[Step]
     try:
         # It reads the two sizes only as their product, the pool.
         answer = scheduler(
+            # What packs may hold before they are filled up, of which it knows nothing.
             max_seqlen_per_dp_cp_rank=request.capacity[request.num_ranks],
             cp_size=request.num_ranks,
             dp_size=1,

@@ -108,6 +108,7 @@ def best_fit(
     bins: list[list[int]] = []
     slacks: list[tuple[int, int]] = []
     for sample in sample_ids:
+        # -1 is before every bin: one whose slack is just enough counts.
         position = bisect_left(slacks, (rows[sample], -1))
         if position == len(slacks):
             if len(bins) >= most:
@@ -132,6 +133,7 @@ def lay_out_on_earliest_ranks(request: PlanRequest, steps: Iterable[Sequence[Pac
     for packs in steps:
         groups = []
         first_rank = 0
+        # Larger groups first: each then starts at a multiple of its own size.
         by_size = sorted(packs, key=lambda pack: -pack.size)
         for size, some in groupby(by_size, key=lambda pack: pack.size):
             timed = [(-request.seconds(p.sample_ids, size), p.sample_ids) for p in some]
@@ -139,6 +141,7 @@ def lay_out_on_earliest_ranks(request: PlanRequest, steps: Iterable[Sequence[Pac
             slots = [(max(ready[k : k + size]), k) for k in range(first_rank, ends, size)]
             for (time, samples), (start, k) in zip(sorted(timed), sorted(slots), strict=True):
                 groups.append(Group(k, size, tuple(sorted(samples))))
+                # time is negated, for the sort.
                 ready[k : k + size] = [start - time] * size
             first_rank = ends
         laid_out.append(Step(tuple(sorted(groups, key=lambda group: group.first_rank))))
@@ -207,6 +210,7 @@ def _split(request: PlanRequest, pack: Pack, free: int) -> list[Pack] | None:
     if len(pack.sample_ids) < 2:
         return None
     samples = sorted(pack.sample_ids, key=lambda i: (-request.lengths[i], i))
+    # The shortest sample fits no such group, so none of them does.
     if request.min_cp_sizes[samples[-1]] > size:
         return None
     kept: list[int] = []
@@ -223,6 +227,7 @@ def _split(request: PlanRequest, pack: Pack, free: int) -> list[Pack] | None:
         else:
             kept.append(sample)
             kept_time = kept_after
+    # The shortest, which was found to fit.
     if not moved:
         moved.append(kept.pop())
     if not kept:

@@ -52,6 +52,7 @@ def _sizes_from(request: PlanRequest, first: int) -> list[int]:
 def _first_size(request: PlanRequest) -> int:
     asked = request.settings.context_parallel_size
     if asked is None:
+        # Never empty: the whole pool divides itself and holds every sample.
         return _sizes_from(request, max(request.min_cp_sizes))[0]
     if asked not in _static_sizes(request):
         raise ValueError(
@@ -108,6 +109,7 @@ def _pack(request: PlanRequest, size: int) -> list[list[int]] | None:
     num_bins = -(-len(tight) // num_groups) * num_groups
     if num_bins > len(request.lengths):
         return None
+    # LPT evens the work out better, but may leave a sample without rows that best fit has.
     return _least_work_first(request, size, num_bins) or _spread(request, size, tight, num_bins)
 
 
@@ -127,10 +129,13 @@ def _spread(
     bins = [list(samples) for samples in bins]
     while len(bins) < num_bins:
         # There are at least as many samples as bins, so some bin holds two.
+        # A bin of one sample has none to give: it does not come back.
         time, k = heapq.heappop(heap)
         if len(bins[k]) > 1:
+            # Its shortest, as samples came longest first.
             moved = bins[k].pop()
             bins.append([moved])
+            # Times are negated, for the longest on top: a sample that leaves is added.
             heapq.heappush(heap, (time + request.times[size][moved], k))
     return bins
 
@@ -139,5 +144,6 @@ def _steps(request: PlanRequest, size: int, bins: list[list[int]]) -> list[list[
     """Micro-batches that take about as long are neighbours in a step."""
     num_groups = request.num_ranks // size
     packs = [Pack(size, tuple(samples)) for samples in bins]
+    # Ties by sample id: all ranks must lay the packs out alike.
     packs.sort(key=lambda pack: (-request.seconds(pack.sample_ids, size), pack.sample_ids[0]))
     return [packs[i : i + num_groups] for i in range(0, len(packs), num_groups)]
