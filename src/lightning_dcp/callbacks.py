@@ -31,6 +31,7 @@ class StepReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A Trainer may fit more than once.
         self._first, self._num_steps = [], 0
         self._last.clear()
 
@@ -62,6 +63,7 @@ class StepReport(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Windows that overlap would compare steps with themselves.
         if self._num_steps < 2 * len(self._first) or not self._first:
             return
         first, last = (sum(losses) / len(losses) for losses in (self._first, self._last))
@@ -79,4 +81,5 @@ def _print(trainer: Trainer, line: str) -> None:
     if bar is None:
         print(line, flush=True)
     else:
+        # A plain print would cut through the bar.
         bar.print(line)

@@ -95,6 +95,7 @@ class PredictionWriter(BasePredictionWriter):
         """The ids of a batch, none of which was there before."""
         num_samples = len(read_jagged(batch["input_ids"], "input_ids").lengths)
         ids = batch.get("sample_id")
+        # Lightning gives no indices where it cannot tell them from the sampler.
         ids = torch.as_tensor(batch_indices or [] if ids is None else ids)
         if ids.shape != (num_samples,) or ids.is_floating_point():
             raise ValueError(
@@ -136,6 +137,7 @@ def _column(value: Any, name: str) -> Any:
     if not is_jagged(value):
         return _array(value, name)
     offsets = np.concatenate(([0], np.cumsum(read_jagged(value, name).lengths)))
+    # Arrow's plain lists count in int32.
     if offsets[-1] >= 2**31:
         raise ValueError(
             f"'{name}' has {offsets[-1]} tokens in one batch; parquet lists end at 2**31."
@@ -152,9 +154,11 @@ def _array(rows: Any, name: str) -> Any:
     if not isinstance(rows, Tensor):
         raise TypeError(f"'{name}' of a prediction must be a tensor, found {type(rows).__name__}.")
     rows = rows.detach().cpu()
+    # NumPy has no bfloat16.
     if rows.dtype == torch.bfloat16:
         rows = rows.float()
     array = pa.array(rows.reshape(-1).numpy())
+    # [rows, ...] from the innermost dimension outwards.
     for size in reversed(rows.shape[1:]):
         array = pa.FixedSizeListArray.from_arrays(array, size)
     return array

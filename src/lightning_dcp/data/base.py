@@ -108,6 +108,7 @@ class GlobalBatchDataModule(LightningDataModule):
             sampler=sampler,
             drop_last=drop_last,
             num_workers=self._num_workers,
+            # Else each epoch starts its workers anew.
             persistent_workers=self._num_workers > 0,
             collate_fn=collate_jagged,
         )

@@ -86,6 +86,7 @@ def open_cache(folder: Path) -> TokenCache | None:
         documents_size = os.path.getsize(folder / "documents.bin")
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    # A copy that broke off shows in the sizes, without reading it all.
     if (tokens_size, documents_size) != (
         meta["num_tokens"] * dtype.itemsize,
         num_documents * _DOCUMENT.itemsize,
@@ -225,6 +226,7 @@ def _record(document: Document, end: int, file: int) -> tuple[int, int, int, int
 
 
 def _as_bytes(ids: NDArray[Any], dtype: np.dtype, file: str) -> bytes:
+    # astype would wrap ids that do not fit, silently.
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest > np.iinfo(dtype).max:
         raise ValueError(

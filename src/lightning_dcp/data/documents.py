@@ -46,6 +46,7 @@ def find_files(patterns: Sequence[str], *, option: str) -> list[str]:
     stdlib = sysconfig.get_path("stdlib")
     for pattern in patterns:
         path = os.path.expanduser(pattern.replace(STDLIB, stdlib))
+        # A path that is there is meant as it is, though its name may look like a glob ("a[1].txt").
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         if STDLIB in pattern:
             matches = [match for match in matches if not _is_installed(match, stdlib)]

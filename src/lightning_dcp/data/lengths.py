@@ -110,7 +110,9 @@ class LengthDistribution:
                 start = np.where(choice < self.long_fraction, high - quarter, low)
                 drawn = start + position * (quarter + 1)
             case "long_tail":
+                # 1 - u, which is never 0: u may be.
                 drawn = low * (1.0 - rng.random(num_samples)) ** (-1.0 / self.alpha)
+        # Clipped as floats: the end of a long tail may be above what int64 holds.
         clipped: NDArray[np.int64] = np.clip(drawn, low, high).astype(np.int64)
         return clipped
 
@@ -162,6 +164,7 @@ def _rows(file: Path, stream: TextIO) -> Iterator[tuple[int, int]]:
     for row in reader:
         if not row:
             continue
+        # int() alone takes "1_000", "-1", " 7" and the digits of other scripts as well.
         numbers = [int(field) for field in row if field.isascii() and field.isdigit()]
         if len(row) != 2 or len(numbers) != 2 or min(numbers) < 1:
             raise ValueError(

@@ -137,6 +137,7 @@ class _Column:
             lengths.append(
                 chunk.value_lengths().to_numpy() if is_list else np.ones(len(chunk), np.int64)
             )
+            # flatten() heeds where a sliced chunk begins and ends, .values would not.
             values, shape = (chunk.flatten() if is_list else chunk), []
             while pa.types.is_fixed_size_list(values.type):
                 shape.append(values.type.list_size)
@@ -146,6 +147,7 @@ class _Column:
                     f"Column '{name}' of type {chunk.type} lacks values, or holds lists of lists "
                     "whose lengths are not fixed."
                 )
+            # Arrow packs bools in bits, which NumPy cannot share.
             parts.append(values.to_numpy(zero_copy_only=False).reshape(-1, *shape))
             # The same in all chunks, which share a type.
             self._is_list = is_list

@@ -55,5 +55,6 @@ class SyntheticRollouts:
             "old_log_probs": torch.from_numpy(log_probs.astype(np.float32)),
             "advantages": torch.tensor(rng.standard_normal(), dtype=torch.float32),
             "loss_mask": torch.arange(length) >= int(self.prompt_share * length),
+            # [length - 1, num_layers, topk]
             ROUTES: torch.from_numpy(order[..., : self.topk]).to(shape.dtype),
         }

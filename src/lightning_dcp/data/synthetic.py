@@ -56,6 +56,7 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         length, vocab_size = int(self.lengths[index]), len(self._circle)
+        # A generator a sample: none depends on which worker made which samples before it.
         rng = np.random.default_rng([*self._seed, index])
         jumps = rng.random(length) >= _PREDICTABLE
         # The first token follows none.
@@ -66,6 +67,7 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
         positions = (targets[last_jump] + steps - last_jump) % vocab_size
         sample = {"input_ids": torch.from_numpy(self._circle[positions].astype(np.int64))}
+        # Drawn last, so that the tokens are the same without rollouts.
         if self._rollouts is not None:
             sample |= self._rollouts.draw(length, vocab_size, rng)
         return sample
@@ -137,6 +139,7 @@ class SyntheticDataModule(GlobalBatchDataModule):
 
     @override
     def setup(self, stage: str | None = None) -> None:
+        # Lightning sets up once for each stage: the lengths are the same, but would count twice.
         if self.train_set is not None:
             return
         distribution = (

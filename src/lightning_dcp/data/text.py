@@ -160,6 +160,7 @@ class TextDataModule(GlobalBatchDataModule):
                 f"data: {self.train_counts}: fewer samples than global_batch_size="
                 f"{self.global_batch_size}, so there is no full batch to train on"
             )
+        # Lightning sets up once for each stage: said again only if it changed.
         if before != (self.train_counts, self.val_counts):
             rank_zero_info(f"Training data: {self.train_counts}")
             if self.val_counts:
@@ -227,6 +228,7 @@ class TokenRanges(Dataset[dict[str, Tensor]]):
         if self._tokens is None:
             self._tokens = np.memmap(self._tokens_file, dtype=self._dtype, mode="r")
         tokens = self._tokens[self._starts[index] : self._ends[index]]
+        # A copy: the map is read-only, which torch warns of.
         return {"input_ids": torch.from_numpy(np.array(tokens, dtype=np.int64))}
 
     def __getstate__(self) -> dict[str, Any]:

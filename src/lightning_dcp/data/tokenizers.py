@@ -80,11 +80,13 @@ class HuggingFaceTokenizer:
                 f"tokenizer={directory!r} holds no tokenizer that transformers can load: {error}"
             ) from error
         ids = self._tokenizer.get_vocab().values()
+        # Ids may have gaps, so that the largest can be above the number of tokens.
         self.vocab_size: int = max(len(self._tokenizer), 1 + max(ids, default=0))
         self.eos_id: int | None = self._tokenizer.eos_token_id
         files = sorted(file for file in folder.iterdir() if file.is_file())
         self.identity: Sequence[Any] = [
             "transformers",
+            # Another release may tokenise otherwise.
             version("transformers"),
             [file_state(str(file)) for file in files],
         ]

@@ -35,6 +35,7 @@ class DynamicCPCLI(LightningCLI):
                 "Nothing stores the predictions: give trainer.callbacks a "
                 "lightning_dcp.PredictionWriter."
             )
+        # None, the default, means True to Lightning.
         trainer.predict(return_predictions=bool(return_predictions), **options)
 
     @override
@@ -87,6 +88,7 @@ def cli_options() -> dict[str, Any]:
         "seed_everything_default": 0,
         # The module makes its optimizer itself, on the strategy's model.
         "auto_configure_optimizers": False,
+        # Else a second run into the same folder fails on the first one's config.yaml.
         "save_config_kwargs": {"overwrite": True},
         "parser_kwargs": {"description": "Dynamic context parallelism for PyTorch Lightning."},
     }

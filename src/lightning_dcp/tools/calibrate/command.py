@@ -140,6 +140,7 @@ def main(args: Sequence[str]) -> None:
         args, command="calibrate", description=_DESCRIPTION, classes=(CalibrateOptions,)
     )
     result = calibrate(options)
+    # Under torchrun all processes come here, with the same result.
     if int(os.environ.get("RANK", "0")) != 0:
         return
     print(result.report())

@@ -119,6 +119,7 @@ def measure(job: TimingJob) -> list[MeasuredMicroBatch]:
     sizes = ParallelSizes(
         world_size=dist.get_world_size(),
         tensor_model_parallel_size=job.tp_size,
+        # Experts under tensor parallelism need it (ModelConfig.check_parallel).
         sequence_parallel=job.tp_size > 1 and job.model.moe is not None,
     )
     context = setup_parallel(sizes)
@@ -136,6 +137,8 @@ def measure(job: TimingJob) -> list[MeasuredMicroBatch]:
                     bar.update()
                 rounds.append(seconds)
         tables: list[Any] = [None] * dist.get_world_size()
+        # Without the first round, which allocates and loads kernels. On gloo: NCCL would go
+        # through the GPU.
         dist.all_gather_object(tables, np.array(rounds[1:]), group=context.host_group)
         table = np.stack(tables)  # [num_processes, repeats, num_shapes]
         return [
@@ -155,6 +158,7 @@ def measure(job: TimingJob) -> list[MeasuredMicroBatch]:
 def _slowest_of_groups(seconds: NDArray[np.float64], num_members: int, quantile: float) -> float:
     """Of times ``[num_processes, repeats]``: a quantile over groups and repeats of the slowest."""
     num_groups = len(seconds) // num_members
+    # Tensor-parallel ranks are innermost, so the members of a group are neighbours.
     groups = seconds[: num_groups * num_members].reshape(num_groups, num_members, -1)
     return float(np.quantile(groups.max(axis=1), quantile))
 
@@ -174,6 +178,7 @@ class _Stopwatch:
     def time(self, shape: MicroBatchShape) -> float:
         """Seconds of packing, forward and backward pass; 0 on ranks that are in no whole group."""
         context = self.context
+        # Before the clock starts: a run does it once a step.
         self.ddp.zero_grad_buffer()
         # On the host: nothing of it runs on the device while the clock does.
         dist.barrier(context.host_group)
@@ -203,6 +208,7 @@ class _Stopwatch:
         micro_batch = bind_micro_batch(micro_batch, context.cp_groups)
         hidden, weight = hidden_states(self.model, micro_batch)
         if config.head == "value":
+            # A critic has no vocabulary; for the time any scalar will do.
             return (hidden @ weight.t()).sum()
         tp_group = context.pg_collection.tp
         return linear_cross_entropy(

@@ -30,6 +30,7 @@ def run_on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results = get_context("spawn").SimpleQueue()
+    # As torchrun does: processes with a thread for each core would fight for the cores.
     added = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     # The workers' torch reads it once, when it is imported.
     os.environ.update(added)

@@ -128,6 +128,7 @@ class _Runner:
     def make_checkpoint(self) -> str:
         """One step from the initial weights, so that both kinds resume alike."""
         path = self._folder / "start.ckpt"
+        # jsonargparse gives callbacks.path to the callback that was added last.
         save = ["--trainer.callbacks+=lightning_dcp.tools.compare.callbacks.SaveAtEnd"]
         self._fit("start", 1, [*save, f"--trainer.callbacks.path={path}"])
         return str(path)

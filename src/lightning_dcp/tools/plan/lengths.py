@@ -119,6 +119,7 @@ def read_batches(options: LengthOptions, *, longest: int) -> Batches:
         min_length=1,
         long_documents=options.long_sequences,
     )
+    # Pieces of one sequence are neighbours, and a whole table comes sorted.
     lengths = rng.permutation(pieces.ends - pieces.starts)
     if options.num_batches != "all":
         lengths = lengths[: options.num_batches * options.global_batch_size]
