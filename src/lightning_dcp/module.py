@@ -273,6 +273,7 @@ class DynamicCPModule(LightningModule):
         planned = self._prepare(batch, mtp_depths=self.model_config.mtp_num_layers)
         self.last_step = strategy.engine.train_step(strategy.ddp, planned, self.micro_batch_step)
         self.log_step(self.last_step)
+        # Detached: the backward passes have run, and the strategy's `backward` runs no other.
         return self.last_step.loss
 
     def _prepare(self, batch: Mapping[str, Any], *, mtp_depths: int = 0) -> PlannedBatch:
@@ -376,6 +377,7 @@ class DynamicCPModule(LightningModule):
         step = self._strategy.engine.eval_step(
             self._prepare(batch), self.micro_batch_step, model=self.model
         )
+        # Lightning weighs its mean over the epoch by the batch size, which it wants as a number.
         num_tokens = int(step.num_tokens)
         # A batch without targets has a loss of 0 that is no measurement.
         if num_tokens:
@@ -401,6 +403,7 @@ class DynamicCPModule(LightningModule):
 
     def _total_steps(self) -> int | None:
         """Optimizer steps of the whole fit; None where the schedule does not need them."""
+        # Lightning sets up the training data to answer, which a constant rate has no need of.
         if self.lr_schedule.kind == "constant":
             return None
         steps = self.trainer.estimated_stepping_batches

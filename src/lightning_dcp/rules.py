@@ -121,6 +121,7 @@ def _mtp_of_objective(model: ModelConfig, objective: Objective) -> None:
 )
 def _router_losses_of_objective(model: ModelConfig, objective: Objective) -> None:
     names = ("aux_loss_coeff", "seq_aux_loss_coeff", "z_loss_coeff")
+    # 0 of a dense model, whose `moe` is None.
     used = [name for name in names if getattr(model.moe, name, 0)]
     if used and not _counts_tokens(objective):
         raise ValueError(
@@ -131,6 +132,7 @@ def _router_losses_of_objective(model: ModelConfig, objective: Objective) -> Non
 
 
 def _counts_tokens(objective: Objective) -> bool:
+    # An override may count anything: of the base's alone it is known.
     return type(objective).count is Objective.count
 
 
@@ -212,6 +214,7 @@ def _clipping_by_value(trainer: Trainer) -> None:
 
 @rule("`Trainer(sync_batchnorm=True)`", "this strategy", instead="nothing: there is no batch norm")
 def _synced_batch_norm(trainer: Trainer) -> None:
+    # The Trainer keeps no `sync_batchnorm`: this is where it puts what comes of it.
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise NotImplementedError(
             "Trainer(sync_batchnorm=True) does not work with DynamicCPStrategy: leave it out."

@@ -293,6 +293,7 @@ class DynamicCPStrategy(DDPStrategy):
         check_routers(chunks, module.routes, self.context.sizes)
         for chunk in chunks:
             self._cleanup.callback(install_cp_hooks(chunk))
+        # Gradient buffers take four bytes a weight: a run that does not train makes none.
         if trainer.state.fn == TrainerFn.FITTING:
             self._ddp = wrap_chunks(
                 chunks,
@@ -346,6 +347,7 @@ class DynamicCPStrategy(DDPStrategy):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
+            # Told by its text: Lightning raises a plain RuntimeError.
             if "multiple optimizers" not in str(error):
                 raise
             # Lightning would send the user to manual optimization, which does not work here.

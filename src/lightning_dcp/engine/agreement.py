@@ -38,7 +38,9 @@ def agree_on_lengths(
     if error is not None or lengths is None:
         mine[0, 0] = 1
     else:
+        # int64, whatever offsets are stored in: a checksum of bytes must not depend on their type.
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+        # crc32, since Python's own hash of bytes differs from process to process.
         checksum = zlib.crc32(lengths.tobytes())
         if units is not None:
             checksum = zlib.crc32(np.ascontiguousarray(units, dtype=np.int64).tobytes(), checksum)
@@ -85,9 +87,11 @@ def read_cost_model(
     try:
         cost_model = read_calibration(path, model=model, tp_size=tp_size).cost_model
     except ValueError as refused:
+        # Kept till all ranks have met: raised here, it would leave the others in a collective.
         error = refused
     _raise_refusals(error, group, f"cost_model={path!r}")
     figures = [""] * dist.get_world_size(group)
+    # Figures and not the file: other spaces or keys plan alike, and floats print exactly.
     dist.all_gather_object(figures, str(cost_model), group=group)
     for rank, theirs in enumerate(figures):
         if theirs != figures[0]:

@@ -98,6 +98,7 @@ def _gather_values(
     num_rows = _rows_of_ranks(plan)
     ends = np.cumsum(num_rows.sum(0))
     transfers = {
+        # All steps in one message: a transfer for each would pay its start as often.
         name: _start_gather(torch.cat([step[name] for step in rows]), ends, context)
         for name in names
     }
@@ -114,6 +115,7 @@ def _gather_values(
         name: rows.index_select(0, order)
         if name in of_own_token
         # At its target, and not at the row that made it.
+        # (A first token gets the last row of another sample, and then 0.)
         else rows.index_select(0, order.roll(1)).index_fill_(0, offsets[:-1], 0)
         for name, (rows, _) in transfers.items()
     }
@@ -131,6 +133,7 @@ def _hand_out(
     dist.broadcast_object_list(facts, src=collector, group=context.host_group)
     if not everywhere and rank not in (0, collector):
         return {}
+    # In the collector's order, which `facts` brought along: broadcasts have no names either.
     for name, (dtype, shape) in facts[0].items():
         if rank != collector:
             values[name] = torch.empty(num_tokens, *shape, dtype=dtype, device=context.device)
@@ -168,6 +171,7 @@ def _start_gather(
     pool, group = context.cp_groups.pool_ranks, context.pg_collection.dp_cp
     if context.pool_rank != 0:
         whole = local
+        # Peers of a P2POp are global ranks, also in a group.
         operations = [dist.P2POp(dist.isend, local, pool[0], group)]
     else:
         whole = local.new_empty(int(ends[-1]), *local.shape[1:])

@@ -43,12 +43,14 @@ class LossTotals:
             # which all stages of the pipeline take part.
             never = torch.zeros((), dtype=torch.bool, device=loss_sum.device)
             loss_sum, num_tokens = torch.where(never, loss_sum, 0), torch.zeros_like(num_tokens)
+        # Detached: the sum would keep the graph of every micro-batch alive.
         self.loss_sum += loss_sum.detach()
         self.num_tokens += num_tokens
         return loss_sum
 
     def mean(self, context: ParallelContext) -> tuple[Tensor, Tensor]:
         """The mean loss of the global batch (float32) and what it is over (int64); a collective."""
+        # One collective for both: float64 counts tokens exactly up to 2 ** 53.
         both = torch.stack((self.loss_sum, self.num_tokens.double()))
         dist.all_reduce(both, group=context.pg_collection.dp_cp)
         if context.sizes.pipeline_model_parallel_size > 1:
@@ -92,12 +94,14 @@ def collect_router_losses(
         part for chunk in chunks for part in chunk.modules() if isinstance(part, PackedTopKRouter)
     ]
     names = sorted({name for router in routers for name in router.loss_sums})
+    # Every layer of our models with experts has a router: all stages have these names, or none.
     if not names:
         return {}
     groups = context.pg_collection
     shares = [groups.dp_cp] + ([groups.tp] if context.sizes.sequence_parallel else [])
     copies = math.prod(group.size() for group in shares)
     sums = [torch.stack([router.loss_sums[name] for router in routers]).sum() for name in names]
+    # The number of layers, in the same messages: ranks that hold the same layers share it.
     sums.append(torch.full_like(sums[0], len(routers) / copies))
     table = torch.stack(sums).double()
     for group in (*shares, groups.pp):

@@ -59,6 +59,7 @@ def micro_batches(
         mtp_targets=tuple(targets_of_mtp),
     )
     shares_experts = sizes.expert_model_parallel_size > 1
+    # Packed one by one, when they are asked for: the host packs while a GPU still computes.
     for step, is_filler in steps_to_run(plan, sizes):
         group = step.group_of(rank)
         micro_batch = pack_micro_batch(
@@ -99,6 +100,7 @@ def steps_to_run(plan: Plan, sizes: ParallelSizes) -> list[tuple[Step, bool]]:
     steps = [(step, False) for step in plan.steps]
     if sizes.virtual_pipeline_model_parallel_size > 1:
         missing = -len(steps) % sizes.pipeline_model_parallel_size
+        # The first of equals, so that all ranks take the same.
         smallest = min(plan.steps, key=plan.most_rows)
         steps += [(smallest, True)] * missing
     return steps
@@ -106,6 +108,7 @@ def steps_to_run(plan: Plan, sizes: ParallelSizes) -> list[tuple[Step, bool]]:
 
 def _empty(micro_batch: MicroBatch) -> None:
     """Leaves nothing in a micro-batch that counts: no target, and no token for a router."""
+    # Tokens and layout stay: the filler goes through all stages and collectives as any other.
     micro_batch.is_filler = True
     for labels in (micro_batch.labels, *(one.labels for one in micro_batch.mtp)):
         labels.fill_(IGNORE_INDEX)

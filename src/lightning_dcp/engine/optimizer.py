@@ -45,6 +45,7 @@ def build_optimizer(
             config,
             chunks,
             pg_collection=context.pg_collection,
+            # Megatron-Core refuses them together with a collection.
             use_gloo_process_groups=False,
         )
     # Groups carry `wd_mult` 0 for biases and norms, and only Megatron-Core's own LR scheduler reads

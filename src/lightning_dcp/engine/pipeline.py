@@ -56,6 +56,7 @@ def run_pipeline(
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]] | None]:
         micro_batch = next(iterator)
         if not chunk.post_process:
+            # The schedule calls a loss function on the last chunk only.
             return stage_output(chunk, micro_batch), None
         return last_stage(micro_batch), _as_loss
 
@@ -82,4 +83,5 @@ def run_pipeline(
 
 def _as_loss(output: Tensor) -> tuple[Tensor, Tensor, None]:
     """What the schedule wants of a loss; tokens are counted and divided by outside of it."""
+    # Three values: of two the schedule would take a mean over micro-batches, times a CP size.
     return output, torch.zeros((), dtype=torch.int32, device=output.device), None

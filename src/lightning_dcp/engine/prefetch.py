@@ -68,6 +68,7 @@ class PlanPrefetcher:
         """
         start = time.perf_counter()
         future = self._plans.pop(_key(lengths, units), None)
+        # Not submitted (a loop of one's own), or changed since then: planned here and now.
         plan = self._plan(lengths, units) if future is None else future.result()
         return plan, time.perf_counter() - start
 
@@ -108,6 +109,7 @@ class PlanningLoader:
         return len(self._loader)  # type: ignore[arg-type]  # a TypeError where it has no length
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle ask for `__setstate__` before there is a `_loader` to ask.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._loader, name)

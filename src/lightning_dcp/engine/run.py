@@ -132,6 +132,7 @@ class DynamicCPEngine:
             plan, wait = self.prefetcher.get(read.lengths, units)
             planned = PlannedBatch(read, plan, wait, tuple(target_extras), mtp_depths, routes)
         except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
+            # ImportError: a planner that is not installed. Anything else is a bug, and no refusal.
             error = refused
         # Reached by a rank that refused its batch, too: the others would wait for it in the step.
         lengths = None if planned is None else planned.batch.lengths
@@ -265,6 +266,7 @@ class DynamicCPEngine:
             outputs = checked_outputs(micro_batch_outputs(micro_batch), micro_batch)
             if not micro_batch.is_filler:
                 rows.append(outputs)
+            # A schedule wants a loss of each micro-batch, in a forward pass too.
             return torch.zeros((), device=self.context.device)
 
         shape = planned.routes if record_routes else None
@@ -273,6 +275,7 @@ class DynamicCPEngine:
         if shape is not None and recorded is not None:
             # A collective of tensor-parallel ranks and stages: those without rows take part.
             for index, (routes, num_rows) in enumerate(recorded):
+                # `rows` and `recorded` both leave fillers out, so that one index serves both.
                 experts = gather_recorded(routes, num_rows, shape, self.context)
                 if rows:
                     rows[index][ROUTES] = experts

@@ -49,6 +49,7 @@ class SummedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, arguments: LossArguments) -> Tensor:
         losses, maxima, sums = per_row(3, hidden, arguments)
         gradients = _Gradients(hidden, weight, arguments, ctx.needs_input_grad)
+        # 0 in rows that do not count: their logits' gradient is 0 then.
         ones = arguments.rows.select(losses.new_ones(arguments.rows.num_rows))
         for chunk in logit_chunks(hidden, weight, arguments):
             at = chunk.rows
@@ -87,6 +88,7 @@ class RowLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, arguments: LossArguments
     ) -> tuple[Tensor, Tensor | None]:
+        # None for an output that nobody used: zeros would cost its terms a pass.
         ctx.set_materialize_grads(False)
         losses, maxima, sums, entropies = per_row(4, hidden, arguments)
         for chunk in logit_chunks(hidden, weight, arguments):
@@ -131,6 +133,7 @@ class _WeightGradient:
         if weight.dtype in (torch.float32, torch.float64):
             self._sums = None
             return
+        # Two 16-bit rows of the result hold one float32 row of the sum.
         head = size // 2
         width = weight.shape[1]
         in_result = self._real.view(-1)[: 2 * head * width].view(torch.float32).view(head, width)
@@ -141,6 +144,7 @@ class _WeightGradient:
         if self._sums is None:
             self._real.addmm_(dlogits.t(), hidden)
             return
+        # The CPU has no such product: there each is rounded to 16 bits before it is added.
         on_gpu: dict[str, Any] = {"out_dtype": torch.float32} if hidden.is_cuda else {}
         for at, part in self._parts():
             part.add_(torch.mm(dlogits[:, at].t(), hidden, **on_gpu))

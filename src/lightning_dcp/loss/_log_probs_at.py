@@ -52,6 +52,7 @@ def linear_log_probs_at(
     shard = make_shard(weight, vocab_size, tp_group)
     counts = None if loss_mask is None else loss_mask != 0
     ids = _checked_ids(ids.long(), counts, shard.vocab_size)
+    # Rows are told by labels: the first id stands for all k.
     labels = ids[:, 0] if counts is None else ids[:, 0].masked_fill(~counts, IGNORE_INDEX)
     rows = target_rows(
         labels,
@@ -102,6 +103,7 @@ class _LogProbsAt(torch.autograd.Function):
             logits = _logits_at(chunk, arguments.ids[at], arguments.shard)
             statistics = row_statistics(chunk, arguments.terms, arguments.shard)
             maxima[at], sums[at] = statistics.maximum, statistics.sum_exp
+            # One after the other: added up first, the logarithm would lose digits to the maximum.
             found[at] = logits - statistics.maximum[:, None] - statistics.sum_exp.log()[:, None]
         ctx.arguments = arguments
         ctx.save_for_backward(hidden, weight, maxima, sums)
@@ -126,6 +128,7 @@ def _logits_at(chunk: Chunk, ids: Tensor, shard: VocabShard) -> Tensor:
     """Logits after temperature at ``ids`` [R, k], of whichever rank has them."""
     dtype = statistics_dtype(chunk.logits.dtype)
     if shard.size == 0:
+        # A rank of padding alone: it takes part in the sum all the same.
         local = torch.zeros(ids.shape, dtype=dtype, device=ids.device)
     else:
         column, inside = shard.columns(ids)
@@ -148,4 +151,5 @@ def _logits_to_gradient_(
     grad = torch.where(inside, grad, 0)
     for at, block in chunk.blocks():
         work = block.scaled().sub_(maximum[at, None]).exp_().mul_(factor[at])
+        # Added, since one id may stand in a row twice.
         block.logits.copy_(work.scatter_add_(1, column[at], grad[at]))

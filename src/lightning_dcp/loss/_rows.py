@@ -86,6 +86,7 @@ def target_rows(
     inverse = _inverse_temperature(temperature, valid, dtype)
     num_rows = labels.shape[0]
     if not _may_synchronise(labels):
+        # Some id that exists: all rows are computed, and look their target up.
         return TargetRows(num_rows, torch.where(valid, labels, 0), inverse, None, valid)
     if bool(valid.all()):
         return TargetRows(num_rows, labels, inverse, None, None)

@@ -171,6 +171,7 @@ def _exponentials(block: Chunk, terms: LossTerms, shard: VocabShard) -> tuple[Te
     if shard.size == 0:
         count = 3 + bool(terms.label_smoothing) + terms.entropy
         sums = work.new_zeros(count, len(work))
+        # A rank of padding alone: its maximum never wins, and its sums count as 0.
         sums[0] = -torch.inf
         return work, sums
     column, inside = shard.columns(block.labels[:, None])
@@ -196,6 +197,7 @@ def _combine(gathered: Tensor, terms: LossTerms, shard: VocabShard) -> RowStatis
     sum_exp = (sums * scale).sum(0)
     log_sum = sum_exp.log()
     smoothing = terms.label_smoothing
+    # One rank has the target's logit, the others 0; relative to the maximum, as the sum is.
     loss = log_sum - (1 - smoothing) * (targets.sum(0) - maximum)
     if smoothing:
         loss = loss - smoothing * (rest.pop(0).sum(0) / shard.vocab_size - maximum)

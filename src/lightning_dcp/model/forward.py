@@ -55,6 +55,7 @@ def _arguments(model: Any, micro_batch: MicroBatch) -> dict[str, Any]:
     return {
         "input_ids": micro_batch.input_ids[None],
         "position_ids": micro_batch.position_ids[None],
+        # The packed boundaries are the mask.
         "attention_mask": None,
         "packed_seq_params": micro_batch.packed_seq_params,
         "padding_mask": padding_mask,
@@ -65,10 +66,12 @@ def _take_hidden_states(
     *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **rest: Any
 ) -> HiddenStates:
     if output_layer.sequence_parallel:
+        # What follows gives each rank the whole gradient: it is cut again, not summed.
         hidden_states = gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group
         )
     weight = output_layer.weight if output_weight is None else output_weight
+    # [rows, 1, hidden_size]: a pack is a batch of one.
     return HiddenStates(hidden_states[:, 0], weight)
 
 

@@ -44,6 +44,7 @@ class WholeNames:
             self._prefixes[local] = whole
         layers = f"{local}decoder.layers."
         for index, layer in enumerate(chunk.decoder.layers):
+            # Megatron-Core numbers layers from 1, over all stages and chunks.
             self._prefixes[f"{layers}{index}."] = f"{whole}decoder.layers.{layer.layer_number - 1}."
         for name, part in chunk.named_modules():
             if isinstance(part, MoELayer):
@@ -54,6 +55,7 @@ class WholeNames:
         first_expert = next(
             (first for prefix, first in self._experts.items() if name.startswith(prefix)), 0
         )
+        # The longest: a layer's prefix starts with its chunk's.
         prefix = max((p for p in self._prefixes if name.startswith(p)), key=len, default="")
         if prefix:
             name = self._prefixes[prefix] + name.removeprefix(prefix)
@@ -85,6 +87,7 @@ def split_for_tp(tensor: Tensor, parameter: Tensor | None, context: ParallelCont
     if tp_size == 1 or not _is_split(parameter):
         return tensor
     dim, stride = _partition(parameter)
+    # One piece of each stride: pieces lie stride by stride, and in each rank by rank.
     return torch.cat(tensor.chunk(stride * tp_size, dim)[context.tp_rank :: tp_size], dim)
 
 
@@ -128,6 +131,7 @@ def initialize(
         if _is_split(parameter):
             dim, _ = _partition(parameter)
             shape[dim] *= context.sizes.tensor_model_parallel_size
+        # Of the whole tensor, though a part is kept: the same numbers for any tensor-parallel size.
         whole = parameter.new_empty(shape)
         _distribution(whole_name, config)(whole)
         parameter.copy_(split_for_tp(whole, parameter, context))

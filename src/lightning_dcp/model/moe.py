@@ -53,6 +53,7 @@ class PackedTopKRouter(TopKRouter):
         """As Megatron-Core's, with the routes that the micro-batch brings for this layer."""
         replay = self.router_replay
         result: tuple[Tensor, Tensor]
+        # Depths of multi-token prediction have routers too, which routes say nothing about.
         if replay is None or self.sequences is None or self.is_mtp_layer:
             result = super().routing(logits, padding_mask)
             return result
@@ -71,6 +72,7 @@ class PackedTopKRouter(TopKRouter):
                 # Compact: they stay until the whole global batch has run.
                 routes.recorded[layer] = replay.get_recorded_indices()[:num_own].to(routes.dtype)
         finally:
+            # After an error too: the next pass would replay the routes of this micro-batch.
             replay.clear_indices()
         return result
 
@@ -95,6 +97,7 @@ class PackedTopKRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
             return probs
+        # Counts have no gradient, so that they may be summed like this; scores stay this rank's.
         counts = self._summed_over_group(routing_map.sum(0).float())
         num_tokens = sum(self._bound.layout.lengths)
         scores = scores_for_aux_loss.sum(0)
@@ -123,6 +126,7 @@ class PackedTopKRouter(TopKRouter):
         counts = self._summed_over_group(counts)
         scores = torch.zeros(shape, device=probs.device)
         scores = scores.index_add(0, sequence_of_row, scores_for_aux_loss)
+        # Squared: assignments and scores are both means over the sequence's tokens.
         of_sequence = (counts * scores).sum(1) / lengths.square()
         loss = self.num_experts / self.topk * of_sequence.sum()
         return self._attach(probs, "moe_seq_aux_loss", loss, coefficient, "sequences")
@@ -192,7 +196,9 @@ class PackedTopKRouter(TopKRouter):
         batch = self._bound.batch_totals
         share = loss / (batch.tokens if per == "tokens" else batch.sequences)
         if self.is_mtp_layer and self.config.mtp_use_repeated_layer:
+            # One layer serves all depths: its router runs, and adds its loss, once for each.
             share = share / self.config.mtp_num_layers
+        # Detached: the sum would keep the graph of every micro-batch alive.
         before = self.loss_sums.get(name)
         self.loss_sums[name] = share.detach() if before is None else before + share.detach()
         attached: Tensor = MoEAuxLossAutoScaler.apply(
@@ -224,6 +230,7 @@ class PackedMoELayer(MoELayer):
         num_rows = len(hidden_states)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, missing))
         if padding_mask is not None:
+            # As padding: no loss and no expert's count sees these rows.
             padding_mask = F.pad(padding_mask, (0, missing), value=True)
         output, bias = super().forward(hidden_states, intermediate_tensors, padding_mask)
         return output[:num_rows], bias

@@ -47,6 +47,7 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
         padding_mask: Tensor | None = None,
     ) -> tuple[Any, ...]:
         assert packed_seq_params is not None
+        # Ids alone move on: with rope the embedding does not look at positions.
         ids = packed_seq_params.mtp[self.layer_number - 1].input_ids
         decoder_input = embedding(input_ids=ids[None], position_ids=position_ids)
         return input_ids, position_ids, padding_mask, decoder_input, hidden_states
@@ -83,6 +84,7 @@ class MTPModel(GPTModel):
         """The head, as if there were no depths, on states that their losses are attached to."""
         if mtp_in_postprocess and self.training and torch.is_grad_enabled():
             hidden_states = self._with_losses(hidden_states, **inputs)
+        # Where its config has depths, Megatron-Core splits the states again, for losses of its own.
         config, self.config = self.config, self._config_of_head
         try:
             return super()._postprocess(
@@ -109,6 +111,7 @@ class MTPModel(GPTModel):
                 f"engine.prepare(..., mtp_depths={depths})."
             )
         states = self.mtp(
+            # Each depth reads its own off the micro-batch.
             input_ids=None,
             position_ids=position_ids,
             hidden_states=hidden_states,
@@ -118,6 +121,7 @@ class MTPModel(GPTModel):
             packed_seq_params=packed_seq_params,
             embedding=self.embedding,
         )
+        # [(1 + depths) * rows, 1, hidden_size]: the block stacks them along the rows.
         hidden_states, *of_depths = states.chunk(1 + depths)
         losses = self._losses(of_depths, packed_seq_params)
         before = self.mtp_loss_sums
@@ -138,6 +142,7 @@ class MTPModel(GPTModel):
             of_depths, sequences.mtp, sequences.batch_totals.mtp_targets, strict=True
         ):
             if self.config.sequence_parallel:
+                # The fused loss sums the gradient over the group itself.
                 hidden = gather_from_sequence_parallel_region(
                     hidden, tensor_parallel_output_grad=False, group=tp_group
                 )

@@ -131,6 +131,7 @@ def gather_recorded(
             f"{shape.num_layers} MoE layers are on this rank. Build the model with "
             "MoEConfig(router_replay=True) and call install_cp_hooks on it."
         )
+    # Without sequence parallelism all tensor-parallel ranks route all rows, alike.
     tp_size = sizes.tensor_model_parallel_size if sizes.sequence_parallel else 1
     own = torch.zeros(
         num_rows // tp_size, shape.num_layers, shape.topk, dtype=shape.dtype, device=context.device

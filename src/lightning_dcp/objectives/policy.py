@@ -73,6 +73,7 @@ class PolicyLoss(Objective):
             log_probs, entropies = outputs.log_probs_and_entropies(temperature=self.temperature)
         else:
             log_probs = outputs.log_probs(temperature=self.temperature)
+        # Both are 0 in rows without a target, whatever the batch holds there: a ratio of 1.
         ratio = (log_probs - extras[self.old_log_probs]).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         advantages = extras[self.advantages]

@@ -135,10 +135,12 @@ class DPO(Objective):
     def _pairs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """``[pairs]`` each: where the chosen and the rejected samples are in the micro-batch."""
         ids, is_chosen = (micro_batch.extras[key] for key in (self.pair_id, self.is_chosen))
+        # Two stable sorts: by pair, and in each pair the chosen one first.
         chosen_first = torch.argsort((~is_chosen).int(), stable=True)
         order = chosen_first[torch.argsort(ids[chosen_first], stable=True)]
         chosen, rejected = order[0::2], order[1::2]
         is_torn = len(ids) % 2 == 1
+        # On a device the comparison would wait for it, at every micro-batch.
         if not is_torn and ids.device.type == "cpu":
             is_torn = not (torch.equal(ids[chosen], ids[rejected]) and is_chosen[chosen].all())
         if is_torn:

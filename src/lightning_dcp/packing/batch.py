@@ -67,6 +67,7 @@ def _token_rows(jagged: Jagged) -> Tensor:
     firsts = np.cumsum(jagged.lengths) - jagged.lengths
     if np.array_equal(jagged.starts - jagged.starts[0], firsts):
         first = int(jagged.starts[0])
+        # Without gaps, as nearly always: a view.
         return jagged.values[first : first + int(jagged.lengths.sum())]
     index = np.repeat(jagged.starts - firsts, jagged.lengths) + np.arange(jagged.lengths.sum())
     return jagged.values.index_select(0, torch.from_numpy(index).to(jagged.values.device))
@@ -187,6 +188,7 @@ def _checked_ids(jagged: Jagged, name: str, vocab_size: int | None, *, ignore: b
         jagged = Jagged(values, jagged.starts, jagged.lengths)
     if vocab_size is None or values.device.type != "cpu" or values.numel() == 0:
         return jagged
+    # One pass without a mask as large as the batch; where ids are ignored, the masks follow.
     low, high = (int(bound) for bound in torch.aminmax(values))
     if low >= 0 and high < vocab_size:
         return jagged

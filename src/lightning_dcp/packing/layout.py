@@ -81,6 +81,7 @@ class PackLayout:
         if padding.is_tight:
             return layout
         rows, align = layout.num_rows, row_alignment(cp_size, tp_size) // cp_size
+        # Buckets are rounded up to what must divide them; `pad_to_length` is the user's own.
         if rows % align:
             raise ValueError(
                 f"pad_to_length={rows} is no multiple of {align}, as cp_size={cp_size} and "
@@ -157,6 +158,7 @@ class PackLayout:
     @cached_property
     def positions(self) -> NDArray[np.int32]:
         """``[num_rows]`` int32: each local row's position in its own sequence, padding included."""
+        # A row's position is the row, plus how far its run's first position is from its first row.
         first, num_rows = self.runs
         ends = np.cumsum(num_rows)
         positions = np.repeat((first - (ends - num_rows)).astype(np.int32), num_rows)
@@ -194,6 +196,7 @@ class PackLayout:
         first, num_rows = self.runs
         lengths = self._lengths if self.cp_size == 1 else np.repeat(self._lengths, 2)
         num_past = num_rows - np.clip(lengths - shift - first, 0, num_rows)
+        # They end their runs: each lies behind all rows so far that are not past the end.
         shifts = np.cumsum(num_rows) - np.cumsum(num_past)
         return np.repeat(shifts, num_past) + np.arange(num_past.sum())
 
@@ -225,6 +228,7 @@ class PackLayout:
 
 
 def _boundaries(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    # int32: TransformerEngine's kernels take no other type.
     boundaries = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=boundaries[1:])
     return boundaries

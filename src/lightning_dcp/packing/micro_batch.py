@@ -35,6 +35,7 @@ class PackedSequences:
         real = torch.from_numpy(layout.cu_seqlens).to(device, non_blocking=True)
         padded = torch.from_numpy(layout.cu_seqlens_padded).to(device, non_blocking=True)
         longest = layout.max_seqlen
+        # Self-attention: queries and keys have the same.
         return cls(real, real, padded, padded, longest, longest, local_cp_size=layout.cp_size)
 
 

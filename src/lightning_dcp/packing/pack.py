@@ -92,6 +92,7 @@ class _RowPicker:
 
     def __call__(self, jagged: Jagged, *, dtype: torch.dtype | None = None) -> Tensor:
         """``[rows, ...]``: each row's own value, 0 in padding."""
+        # By identity: labels that are the input ids themselves are copied once.
         if id(jagged) not in self._rows:
             stored = jagged.values
             if not len(stored):
@@ -146,6 +147,7 @@ class _RowPicker:
         """int64: the value ``shift`` tokens after each row's own; ``fill`` past the end."""
         device = jagged.values.device
         past_the_end = _to_device(self._layout.rows_past_the_end(shift), device)
+        # Past the end may be past all values: 0 is there to be read, and is overwritten.
         index = (self._index(jagged) + shift).index_fill_(0, past_the_end, 0)
         return jagged.values.index_select(0, index).long().index_fill_(0, past_the_end, fill)
 
@@ -159,6 +161,7 @@ class _RowPicker:
         """
         device = rows.device
         if where is None:
+            # The last row stays unset: it ends a run, and those get their value below.
             moved = torch.empty_like(rows)
             moved[:-1] = rows[1:]
         else:
@@ -189,6 +192,7 @@ class _RowPicker:
 
     def _index(self, jagged: Jagged) -> Tensor:
         """Where each local row's token lies in the values; rows without one point somewhere."""
+        # Keys that are stored alike share `starts`, which `read_global_batch` sees to.
         key = (id(jagged.starts), jagged.values.device)
         if key not in self._indices:
             starts = jagged.starts[self._sample_ids]

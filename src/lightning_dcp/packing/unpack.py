@@ -81,6 +81,7 @@ def to_jagged(parts: Iterable[UnpackedSamples], num_samples: int) -> Tensor:
     lengths = np.asarray([length for part in parts for length in part.lengths], np.int64)
     starts = np.cumsum(lengths) - lengths
     # Parts come in the order of the plan; ids alone say where a sample belongs.
+    # Each is there once, so that there are no ties.
     order = np.argsort(sample_ids)
     offsets = np.concatenate([[0], np.cumsum(lengths[order])])
     index = np.repeat(starts[order] - offsets[:-1], lengths[order]) + np.arange(offsets[-1])

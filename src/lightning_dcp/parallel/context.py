@@ -63,6 +63,7 @@ class ParallelContext:
     def collector(self) -> int:
         """The global rank that collects outputs: the first of the pipeline's last stage."""
         stages = self.sizes.pipeline_model_parallel_size
+        # Stages are outermost in Megatron-Core's order of ranks, tp-cp-ep-dp-pp: blocks in a row.
         return self.sizes.world_size // stages * (stages - 1)
 
     def starts_model(self, virtual_stage: int | None = None) -> bool:
@@ -158,6 +159,7 @@ def setup_parallel(
         collection = ProcessGroupCollection.use_mpu_process_groups()
         host_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="HOST")
     except BaseException:
+        # Interrupts as well: a half set-up would stand in the way of the next one.
         parallel_state.destroy_model_parallel()
         disable_cpu_mode()
         raise
@@ -168,6 +170,7 @@ def _initialize_megatron(sizes: ParallelSizes, timeout: timedelta | None) -> Non
     minutes = {"distributed_timeout_minutes": timeout.total_seconds() / 60} if timeout else {}
     virtual = sizes.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
+        # Any number, 1 too, asks Megatron-Core for more than one stage.
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         # Experts are whole on a rank: expert parallelism spans the tensor-parallel ranks as well.
         expert_tensor_parallel_size=1,
@@ -175,6 +178,7 @@ def _initialize_megatron(sizes: ParallelSizes, timeout: timedelta | None) -> Non
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
         context_parallel_size=sizes.context_parallel_size,
         expert_model_parallel_size=sizes.expert_model_parallel_size,
+        # It would make gloo twins of its groups; what lives on the host here has `host_group`.
         create_gloo_process_groups=False,
         **minutes,
     )

@@ -62,6 +62,7 @@ def _announce_to(model: torch.nn.Module, listeners: list[Any], undo: ExitStack) 
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: announce(sequences))
 
+    # Else the listeners keep the last micro-batch's tensors alive.
     undo.callback(announce, None)
     undo.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
     undo.enter_context(model.register_forward_hook(after, with_kwargs=True))
@@ -82,4 +83,5 @@ def _install_on(attention: Any, undo: ExitStack) -> None:
         module.pg_collection.cp = shared.cp
 
     undo.enter_context(attention.register_forward_pre_hook(before, with_kwargs=True))
+    # Always: after an error, too, the static group is to be back.
     undo.enter_context(attention.register_forward_hook(after, with_kwargs=True, always_call=True))

@@ -29,6 +29,7 @@ class CudaNamesOnCpu(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
+        # `tensor.to("cuda")` names the device by position.
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         return func(*args, **kwargs)

@@ -63,6 +63,7 @@ class BoundPackedSeqParams(PackedSeqParams):
     def _moved(self, name: str, device: torch.device) -> Tensor:
         if name not in self._on_device or self._on_device[name].device != device:
             tensor = torch.as_tensor(getattr(self.layout, name))
+            # Out of pageable memory a copy holds the host up, whatever `non_blocking` says.
             if device.type == "cuda":
                 tensor = tensor.pin_memory()
             self._on_device[name] = tensor.to(device, non_blocking=True)

@@ -31,6 +31,7 @@ class Shard:
             # Megatron-Core cuts its flat buffer, so that a part starts anywhere in a parameter.
             self.first = owner._get_model_param_range_map(parameter)["param"].start
         else:
+            # A float32 parameter is its own master: only 16-bit ones have another.
             self.main = getattr(parameter, "main_param", parameter)
 
     @property
@@ -40,6 +41,7 @@ class Shard:
         return {"param": self.main} | {
             key: value
             for key, value in moments.items()
+            # Torch's Adam keeps its step as a tensor among them.
             if isinstance(value, Tensor) and value.shape == self.main.shape
         }
 
@@ -62,6 +64,7 @@ class Shard:
             if key == "param":
                 self.main.copy_(part)
             else:
+                # Cloned: a view would keep the whole tensor alive.
                 self._inner.state[self.main][key] = part.clone()
 
 

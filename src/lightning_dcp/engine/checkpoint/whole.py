@@ -27,6 +27,7 @@ from lightning_dcp.model.global_names import (
 from lightning_dcp.parallel import ParallelContext
 
 _FORMAT = "lightning_dcp.optimizer.v1"
+# What TransformerEngine's layers keep for FP8, and None of Megatron-Core's own: no weights.
 _EXTRA_STATE = "_extra_state"
 
 
@@ -58,6 +59,7 @@ def gather_whole(
     Returns:
         On global rank 0 all of them, on the host; elsewhere an empty dict.
     """
+    # With duplicates, as a state dict has them: a tied weight is there under both its names.
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names = WholeNames(module)
     mine = {}
@@ -77,11 +79,14 @@ def _bring_to_first(mine: Mapping[str, Tensor], context: ParallelContext) -> dic
     facts = {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
     of_ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, facts, group=context.host_group)
+    # Backwards, so that the first rank is the one that stays.
     owners = {name: rank for rank in reversed(range(len(of_ranks))) for name in of_ranks[rank]}
     whole = {}
+    # Sorted: all ranks go through the sends and receives in one order.
     for name, owner in sorted(owners.items()):
         if dist.get_rank() == 0:
             if owner == 0:
+                # On the CPU it is the live weight itself, which trains on while a file is written.
                 whole[name] = mine[name].clone()
                 continue
             shape, dtype = of_ranks[owner][name]
@@ -139,9 +144,11 @@ def full_optimizer_state(
     keys = _union({key for *_, shard in shards if shard for key in shard.tensors}, context)
     steps = [shard.step for *_, shard in shards if shard is not None]
     steps += [int(group.get("step") or 0) for group in optimizer.param_groups]
+    # The most: a rank that holds no part of any parameter has counted nothing.
     step = torch.tensor(max(steps, default=0), device=context.device)
     dist.all_reduce(step, op=dist.ReduceOp.MAX)
     states: dict[str, dict[str, Tensor]] = {}
+    # Sorted: a set has another order in each process, and each key is collectives.
     for key in sorted(keys):
         mine = {
             name: whole
@@ -227,6 +234,7 @@ def _gather_over_pool(
 ) -> Tensor | None:
     """A state of this rank's whole parameter, from the ranks that share it; None if none has it."""
     mine = None if shard is None else shard.tensors.get(key)
+    # Zeros but for this rank's part: a sum joins parts of any length, wherever they lie.
     partial = torch.zeros(parameter.numel() + 1, dtype=torch.float32, device=parameter.device)
     if mine is not None and shard is not None:
         partial[shard.first : shard.first + mine.numel()] = mine.detach().flatten()

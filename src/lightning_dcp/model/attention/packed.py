@@ -86,7 +86,9 @@ def gather_sequences(
     """
     if sequences.layout.cp_size == 1:
         return key, value
+    # [rows, 2, groups, width]: one collective for both.
     both = _AllGatherRows.apply(torch.stack((key, value), dim=1), sequences.cp_group)
+    # They came rank by rank: back to the order of the tokens.
     gathered = both.index_select(0, sequences.gather_index(both.device))
     return gathered[:, 0], gathered[:, 1]
 
@@ -141,6 +143,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
         mask = torch.ones(num_rows, num_tokens, dtype=torch.bool, device=query.device)
         mask = mask.tril(num_tokens - num_rows)
     output = F.scaled_dot_product_attention(
+        # [1, heads, rows, width], as SDPA has it.
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
