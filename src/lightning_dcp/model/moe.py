@@ -82,6 +82,7 @@ class PackedTopKRouter(TopKRouter):
         # A recomputed layer's first pass runs without gradients: counted once, in the second.
         if not coefficient or not (self.training and torch.is_grad_enabled()):
             return logits
+        # [rows], in float32: squares of bfloat16 have three digits.
         squares = torch.logsumexp(logits.float(), dim=-1).square()
         if padding_mask is not None:
             squares = squares.masked_fill(padding_mask, 0)
