@@ -377,6 +377,7 @@ class DynamicCPModule(LightningModule):
 
     def _evaluate(self, batch: Mapping[str, Any], name: str) -> None:
         """Logs the mean over the epoch of what the objective counts, over all batches."""
+        # No depths of multi-token prediction: they run in training only.
         step = self._strategy.engine.eval_step(
             self._prepare(batch), self.micro_batch_step, model=self.model
         )

@@ -67,6 +67,7 @@ def gather_whole(
         parameter = parameters.get(name)
         if parameter is not None and is_copy(name, parameter):
             continue
+        # One tensor after the other to the host: whole ones together may not fit on the device.
         mine[names(name)] = merge_over_tp(tensor, parameter, context).detach().cpu()
     return _bring_to_first(mine, context)
 
