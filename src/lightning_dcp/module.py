@@ -243,6 +243,7 @@ class DynamicCPModule(LightningModule):
                     f"{type(self.objective).__name__} gave losses of shape {list(losses.shape)} "
                     f"for {len(micro_batch.labels)} rows: return one a row, or their sum."
                 )
+            # Selected, not multiplied: an objective may make NaN where there is no target.
             losses = torch.where(micro_batch.loss_mask, losses, 0).sum()
         return losses, self.objective.count(micro_batch)
 
@@ -292,6 +293,7 @@ class DynamicCPModule(LightningModule):
     def log_step(self, step: StepResult) -> None:
         """Logs what a training step gave, once a step; equal on all ranks, so nothing is synced."""
         sizes = step.plan.cp_sizes()
+        # Floats: Lightning warns of tensors of integers.
         values: dict[str, Tensor | float] = {
             self.objective.counts: step.num_tokens.float(),
             "micro_batches": float(len(step.plan.steps)),
@@ -350,6 +352,7 @@ class DynamicCPModule(LightningModule):
             model=self.model,
         )
         if outputs and "sample_id" in batch:
+            # As it came: outputs are in the order of the batch again.
             outputs["sample_id"] = batch["sample_id"]
         return outputs
 
@@ -374,6 +377,7 @@ class DynamicCPModule(LightningModule):
 
     def _evaluate(self, batch: Mapping[str, Any], name: str) -> None:
         """Logs the mean over the epoch of what the objective counts, over all batches."""
+        # No depths of multi-token prediction: they run in training only.
         step = self._strategy.engine.eval_step(
             self._prepare(batch), self.micro_batch_step, model=self.model
         )

@@ -235,6 +235,7 @@ def _vocabulary_of_data(trainer: Trainer, module: LightningModule) -> None:
     datamodule = getattr(trainer, "datamodule", None)
     of_data = getattr(datamodule, "vocab_size", None)
     of_model = getattr(module, "vocab_size", None)
+    # Not every DataModule has one, nor has a module that leaves ids unchecked.
     if isinstance(of_data, int) and isinstance(of_model, int) and of_data > of_model:
         raise ValueError(
             f"{type(datamodule).__name__} has a vocabulary of {of_data} ids, the model one of "

@@ -377,6 +377,7 @@ class DynamicCPStrategy(DDPStrategy):
             RuntimeError: Called before the strategy is set up to fit.
         """
         ddp = self.ddp
+        # Megatron-Core has 0 for no clipping, Lightning None.
         clip = self._module.trainer.gradient_clip_val or 0.0
         return build_optimizer(
             ddp, self.context, settings or OptimizerSettings(), clip_grad=float(clip)
@@ -456,6 +457,7 @@ class DynamicCPStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        # A collective: Lightning asks every rank, and writes what rank 0 has.
         return self.checkpoint_format.model_state(self._module, self.context)
 
     @override

@@ -251,6 +251,7 @@ def check_mtp_recompute(config: ModelConfig, recompute: Recompute) -> None:
     Raises:
         ValueError: Full recomputation by blocks, or by chunks of several layers.
     """
+    # With blocks Megatron-Core warns and recomputes nothing, larger chunks fail an assertion there.
     whole_layers = (recompute.method, recompute.num_layers) == ("uniform", 1)
     if config.mtp_num_layers and recompute.granularity == "full" and not whole_layers:
         raise ValueError(

@@ -93,6 +93,7 @@ class PackPadding:
         if self.is_tight:
             return cap
         if self.pad_to_length is not None:
+            # A multiple of the alignment: check_cap refuses others.
             return self.pad_to_length
         align = self.pack_alignment(cp_size, tp_size)
         return cap // align * align
@@ -160,6 +161,7 @@ def longest_that_fits(
     cap: int, cp_size: int, tp_size: int = 1, padding: PackPadding = TIGHT
 ) -> int:
     """The longest sequence, in tokens, of which a rank of a CP group holds at most ``cap`` rows."""
+    # Down to whole alignments: the rows of a sequence come in these.
     rows = padding.sequence_alignment(cp_size, tp_size) // cp_size
     return padding.usable_rows(cap, cp_size, tp_size) // rows * rows * cp_size
 

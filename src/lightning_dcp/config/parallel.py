@@ -13,6 +13,7 @@ Execution = Literal["lockstep", "free_running"]
 
 def cp_sizes_of_pool(num_ranks: int) -> tuple[int, ...]:
     """The CP sizes that a pool offers, ascending: powers of two below its size, and its size."""
+    # Below num_ranks: a pool that is a power of two comes once.
     powers = [1 << k for k in range((num_ranks - 1).bit_length())]
     return (*powers, num_ranks)
 

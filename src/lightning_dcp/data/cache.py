@@ -44,6 +44,7 @@ class CacheSource:
         """Hash of the paths, sizes and times of the files, the tokenizer, options and format."""
         parts = {
             "format": _FORMAT_VERSION,
+            # Not their content: that would read the whole corpus at every start.
             "files": [file_state(file) for file in self.files],
             "tokenizer": list(tokenizer.identity),
             "text_field": self.text_field,

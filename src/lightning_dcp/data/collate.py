@@ -71,6 +71,7 @@ def _as_tensor(index: int, key: str, value: Any) -> Tensor:
     if key in _INTEGER_KEYS:
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise TypeError(f"sample {index}: {key} must be integers, found {tensor.dtype}")
+        # Files often hold smaller integers; as indices torch wants int64.
         tensor = tensor.to(torch.int64)
     return tensor
 

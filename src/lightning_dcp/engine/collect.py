@@ -126,6 +126,7 @@ def _hand_out(
 ) -> dict[str, Tensor]:
     """From the rank that collected to rank 0, or to all; the others get an empty dict."""
     collector, rank = context.collector, dist.get_rank()
+    # Without a pipeline rank 0 has collected, and the others hold an empty dict.
     if collector == 0 and not everywhere:
         return values
     # Other stages have seen no outputs: they are told what comes.
@@ -190,6 +191,7 @@ def _token_order(plan: Plan, num_rows: NDArray[np.int64]) -> Tensor:
     Unpacking row numbers instead of rows gives it, with the check that each sample is there once.
     """
     # The gathered rows are those of rank 0 in all steps, then those of rank 1, and so on.
+    # [num_steps, num_ranks], counted rank by rank.
     firsts = (np.cumsum(num_rows.T).reshape(num_rows.T.shape) - num_rows.T).T
     parts = []
     for first, step in zip(firsts, plan.steps, strict=True):

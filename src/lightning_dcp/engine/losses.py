@@ -56,6 +56,7 @@ class LossTotals:
         if context.sizes.pipeline_model_parallel_size > 1:
             # Only the last stage has sums; the others have zeros.
             dist.all_reduce(both, group=context.pg_collection.pp)
+        # A batch without a target has a loss of 0, and not 0 / 0.
         return (both[0] / both[1].clamp(min=1)).float(), both[1].long()
 
 

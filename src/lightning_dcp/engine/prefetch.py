@@ -58,6 +58,7 @@ class PlanPrefetcher:
         key = _key(lengths, units)
         if key not in self._plans:
             self._plans[key] = self._thread.submit(self._plan, lengths, units)
+        # The oldest first: batches come in order, so that nobody will ask for it any more.
         while len(self._plans) > _MOST_KEPT:
             self._plans.popitem(last=False)[1].cancel()
 
@@ -74,6 +75,7 @@ class PlanPrefetcher:
 
     def close(self) -> None:
         """Ends the thread; plans not yet begun are dropped."""
+        # Not waited for: nobody wants the plan that is being made.
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._plans.clear()
 

@@ -172,6 +172,7 @@ class DynamicCPEngine:
         """
         now, before = time.perf_counter(), self._last_start
         self._last_start = now
+        # At most 1: a loop that prepares further ahead may have waited before this time began.
         wait_share = None if before is None else min(planned.plan_wait / (now - before), 1.0)
 
         chunks = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)

@@ -142,6 +142,7 @@ class _WeightGradient:
     def add(self, dlogits: Tensor, hidden: Tensor) -> None:
         """Adds the share of one chunk: ``dlogits`` [R, size], ``hidden`` [R, h]."""
         if self._sums is None:
+            # As exact as the result: it adds up in place.
             self._real.addmm_(dlogits.t(), hidden)
             return
         # The CPU has no such product: there each is rounded to 16 bits before it is added.

@@ -88,6 +88,7 @@ def target_rows(
     if not _may_synchronise(labels):
         # Some id that exists: all rows are computed, and look their target up.
         return TargetRows(num_rows, torch.where(valid, labels, 0), inverse, None, valid)
+    # Nothing to pick: hidden states are then read as they lie, without a copy.
     if bool(valid.all()):
         return TargetRows(num_rows, labels, inverse, None, None)
     index = valid.nonzero().squeeze(1)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Local sizes known to be equal over a group: the check costs a collective, so it is made once.
+# Weakly: it must not keep the groups of a run that is over.
 _checked: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 
 
@@ -75,6 +76,7 @@ def make_shard(
             f"tp_group: give the unpadded vocabulary, between 1 and {padded}"
         )
     size = min(max(real - rank * local, 0), local)
+    # A group of one rank is none: the loss then makes its exponentials only once.
     return VocabShard(rank * local, size, real, group if ranks > 1 else None)
 
 

@@ -62,6 +62,7 @@ class Chunk:
 
     def scaled(self) -> Tensor:
         """A copy of the logits over the temperature, in the dtype of the statistics."""
+        # A copy of float32 logits too: callers work on it in place.
         work = self.logits.to(statistics_dtype(self.logits.dtype), copy=True)
         inverse = self.inverse_temperature
         return work if inverse is None else work.mul_(inverse[:, None])
@@ -146,6 +147,7 @@ def statistics_and_gradient_(
 
     Where this rank has the whole vocabulary both are made of the same exponentials.
     """
+    # The gradient needs the sums of the other ranks: the exponentials are made again after.
     if shard.group is not None:
         found = row_statistics(chunk, terms, shard)
         gradient = RowGradient(found.maximum, found.sum_exp, grad_loss)

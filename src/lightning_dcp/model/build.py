@@ -146,6 +146,7 @@ def _seeded(seed: int, context: ParallelContext) -> Iterator[None]:
     devices = [] if context.cpu_mode else [torch.cuda.current_device()]
     with torch.random.fork_rng(devices=devices):
         if not context.cpu_mode:
+            # Sequence parallelism forks Megatron-Core's random states: there must be some.
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
         yield

@@ -82,6 +82,7 @@ class PackedTopKRouter(TopKRouter):
         # A recomputed layer's first pass runs without gradients: counted once, in the second.
         if not coefficient or not (self.training and torch.is_grad_enabled()):
             return logits
+        # [rows], in float32: squares of bfloat16 have three digits.
         squares = torch.logsumexp(logits.float(), dim=-1).square()
         if padding_mask is not None:
             squares = squares.masked_fill(padding_mask, 0)
@@ -181,6 +182,7 @@ class PackedTopKRouter(TopKRouter):
                 f"routes {own}."
             )
         if own < len(rows):
+            # Sequence parallelism cuts rows evenly, in the order of the tensor-parallel ranks.
             rows = rows[own * dist.get_rank(self.tp_group) :][:own]
         added = num_rows - own
         return F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, added)) if added else rows
@@ -241,5 +243,6 @@ class PackedMoELayer(MoELayer):
             return 0
         most = self.sequences.max_rows_of_step
         if self.config.sequence_parallel:
+            # A plan counts the rows of a CP rank, which its tensor-parallel ranks share.
             most //= dist.get_world_size(self.attn_tp_group)
         return max(most - num_rows, 0)

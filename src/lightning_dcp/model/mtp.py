@@ -166,6 +166,7 @@ def mtp_block(
     )
     for spec in block.layer_specs if block is not None else ():
         spec.module = PackedMTPLayer
+        # Megatron-Core's spec takes whichever norm an earlier call left in a global of the module.
         if not fused:
             spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
     return block

@@ -47,6 +47,7 @@ class PackedRouterReplay(RouterReplay):
 
     def replay(self, target: Tensor, has_route: Tensor) -> None:
         """Sets the experts ``[rows, top-k]`` of the next forward pass, for some ``[rows]``."""
+        # int64: `gather` takes none of the small types that routes are stored in.
         self.target_topk_idx, self.has_route = target.long(), has_route
 
     @override

@@ -159,7 +159,8 @@ class Objective(ABC):
 
 
 def _check_ids(key: str, value: Jagged | Tensor, vocab_size: int) -> None:
-    # On a device the comparison would wait for it, at every step.
+    # Integers of samples are no token ids (pairs of DPO, say); on a device the comparison would
+    # wait for it, at every step.
     if not isinstance(value, Jagged) or value.values.device.type != "cpu":
         return
     bad = (value.values < 0) | (value.values >= vocab_size)

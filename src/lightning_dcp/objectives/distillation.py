@@ -78,4 +78,5 @@ class TopKDistillation(Objective):
         probabilities = teacher.exp()
         # p log p is 0 for p = 0; as a product it would be NaN.
         divergences: Tensor = -torch.special.entr(probabilities) - probabilities * student
+        # Rows without a target have a value too, which the sum over targets leaves out.
         return divergences.sum(1)

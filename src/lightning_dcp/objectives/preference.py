@@ -119,6 +119,7 @@ class DPO(Objective):
         of_sequences = sequence_means if self.average_log_prob else sequence_sums
         ratios = of_sequences(by_row, micro_batch)
         if not self.reference_free and self.reference_per == "sample":
+            # One a sample, in the order of the pack, as the sums are.
             ratios = ratios - micro_batch.extras[self.reference_log_probs]
         chosen, rejected = self._pairs(micro_batch)
         margins = self.beta * (ratios[chosen] - ratios[rejected])

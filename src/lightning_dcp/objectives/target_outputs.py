@@ -135,9 +135,11 @@ class LogitsOutputs(TargetOutputs):
     def log_probs_at(self, ids: Tensor, *, temperature: Temperature = 1.0) -> Tensor:
         valid = (self.labels != IGNORE_INDEX)[:, None]
         log_probs = self._logits(temperature).log_softmax(1)
+        # Ids of rows without a target may be anything, out of range as well.
         return torch.where(valid, log_probs.gather(1, ids.long().where(valid, 0)), 0)
 
     def _logits(self, temperature: Temperature) -> Tensor:
+        # float32, as the fused loss: a log-softmax in bfloat16 has three digits.
         logits = self.logits if self.logits.dtype == torch.float64 else self.logits.float()
         return logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 

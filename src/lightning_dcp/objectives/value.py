@@ -70,6 +70,7 @@ class ValueLoss(Objective):
             old = selected(micro_batch.extras[self.old_values]).to(values.dtype)
             clipped = old + (values - old).clamp(-self.clip, self.clip)
             errors = torch.maximum(errors, (clipped - returns).square())
+        # Summed here: `mask` may count rows without a target, which losses by row would lose.
         return errors.sum() / 2
 
     @override

@@ -63,6 +63,7 @@ def read_jagged(tensor: Any, name: str = "tensor") -> Jagged:
             f"{name} must be a jagged NestedTensor [num_samples, length*, ...], found {found}. "
             "Build it with torch.nested.nested_tensor(list_of_tensors, layout=torch.jagged)."
         )
+    # torch has no public name for it.
     ragged_dim: int = getattr(tensor, "_ragged_idx", 1)
     if ragged_dim != 1:
         raise TypeError(f"{name} must be ragged in dimension 1, found dimension {ragged_dim}.")
@@ -76,4 +77,5 @@ def read_jagged(tensor: Any, name: str = "tensor") -> Jagged:
 
 
 def _to_host(boundaries: Tensor) -> np.ndarray:
+    # Offsets may be int32; all that is computed from them here is int64.
     return boundaries.detach().to("cpu", torch.int64).numpy()

@@ -94,6 +94,7 @@ class MicroBatch:
     loss_mask: Tensor
     position_ids: Tensor
     padding_mask: Tensor
+    # Ours first, Megatron-Core's own type once the micro-batch is bound.
     packed_seq_params: Any
     local_cp_size: int
     sample_ids: tuple[int, ...]

@@ -114,6 +114,7 @@ class _RowPicker:
 
     def targets(self, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
         """Labels, int64, and loss mask of the rows: what stands at each row's next token."""
+        # int64, so that ids above and IGNORE_INDEX below fit whatever type labels come in.
         rows = self(batch.labels, dtype=torch.int64)
         if batch.loss_mask is None:
             labels = self._next(batch.labels, rows, fill=IGNORE_INDEX)

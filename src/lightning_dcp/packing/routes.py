@@ -95,6 +95,7 @@ class MicroBatchRoutes:
         if isinstance(stored, Jagged):
             layout = micro_batch.layout
             num_routes = stored.lengths[list(micro_batch.sample_ids)][layout.sequence_of_row]
+            # Padding lies past the end of its sequence, and so past its routes.
             routes.replayed = micro_batch.extras[ROUTES]
             routes.has_route = torch.from_numpy(layout.positions < num_routes).to(
                 routes.replayed.device, non_blocking=True
@@ -149,6 +150,7 @@ def _check_experts(routes: Jagged, shape: RouteShape, part: tuple[int, int]) -> 
     values = routes.values
     low, high = (int(bound) for bound in torch.aminmax(values))
     if low < 0 or high >= shape.num_experts:
+        # int32: a small type wraps the number that it is compared with, 256 to 0.
         experts = values.int()
         _refuse(
             routes,

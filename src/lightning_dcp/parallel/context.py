@@ -105,6 +105,7 @@ class ParallelContext:
         # Megatron-Core forgets its groups and leaves them open; one is not in the collection.
         groups = [self.host_group, *vars(self.pg_collection).values()]
         groups.append(parallel_state.get_tensor_and_data_parallel_group(check_initialized=False))
+        # Once each: some groups have several names.
         for group in {id(group): group for group in groups}.values():
             if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)

@@ -86,6 +86,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.transformer.moe import token_dispatcher
 
     return [
+        # A device and no number, which would mean one of CUDA's where it ends up as `device=`.
         (torch.cuda, "current_device", lambda *args: _CPU),
         (torch.cuda, "synchronize", _nothing),
         (torch.cuda, "current_stream", _NoStream),
@@ -104,6 +105,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # It leaves tensors of the CPU alone, and gloo wants lists of split sizes.
         (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
         (megatron_random, "_CUDA_RNG_STATE_TRACKER", _NoForkTracker()),
+        # Else Megatron-Core puts a tracker of its own in its place.
         (megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
     ]
 

@@ -58,6 +58,7 @@ class BoundPackedSeqParams(PackedSeqParams):
 
     def lengths(self, device: torch.device) -> Tensor:
         """``[num_sequences]`` float32: real tokens of each sequence, moved to a device once."""
+        # float32: router losses divide by them.
         return self._moved("lengths", device).float()
 
     def _moved(self, name: str, device: torch.device) -> Tensor:

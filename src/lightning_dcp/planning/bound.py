@@ -13,8 +13,8 @@ from lightning_dcp.planning.request import PlanRequest
 
 # The k of the shares; 0 stands for the share as it is.
 _ROUNDINGS = (0, 1, 2, 3)
-# Any price gives a bound (weak duality): a coarse grid costs tightness, never the proof.
 # Prices that are tried, each so much of the last.
+# Any price gives a bound (weak duality): a coarse grid costs tightness, never the proof.
 _NUM_PRICES, _PRICE_STEP = 24, 0.6875
 # Steps that are bounded one by one, from the longest on.
 _NUM_LONGEST = 64

@@ -234,6 +234,7 @@ class Plan:
         try:
             rows = self.rows(group)
         except ValueError as error:
+            # Rows over pad_to_length.
             return f"{error}; samples {ids} of {[self.lengths[i] for i in ids]} tokens"
         if rows > self.max_seqlen_per_dp_cp_rank:
             return (

@@ -61,6 +61,7 @@ class PlanSettings:
             )
         cap, cp_size = self.max_seqlen_per_dp_cp_rank, min(self.num_ranks, 2)
         self.padding.check_cap(cap, self.num_ranks, self.tp_size)
+        # All CP sizes above 1 need as many rows for the shortest sequence: 2 stands for them.
         least = row_alignment(cp_size, self.tp_size) // cp_size
         if cap < least:
             raise ValueError(
@@ -185,6 +186,7 @@ class PlanRequest:
         fixed = [settings.cost_model.fixed_time(size) + filled for size in sizes]
         derived = {
             "cp_sizes": sizes,
+            # Lists: planners look numbers up one by one, which is slow in arrays.
             "rows": dict(zip(sizes, rows.tolist(), strict=True)),
             "times": dict(zip(sizes, times.tolist(), strict=True)),
             "fixed": dict(zip(sizes, fixed, strict=True)),
@@ -204,6 +206,7 @@ class PlanRequest:
             self._check_units(self.units)
             lengths = tuple(sum(self.lengths[i] for i in unit) for unit in self.units)
             object.__setattr__(self, "lengths", lengths)
+        # Negated and stable, so that ranks agree on equal lengths: reversing would turn ties round.
         order = np.argsort(-np.asarray(self.lengths, dtype=np.int64), kind="stable")
         object.__setattr__(self, "longest_first", order.tolist())
 
@@ -267,6 +270,7 @@ class PlanRequest:
         most = longest_that_fits(s.max_seqlen_per_dp_cp_rank, s.num_ranks, s.tp_size, s.padding)
         if min(self.lengths) > 0 and max(self.lengths) <= most:
             return
+        # Only to find which sample is wrong.
         for sample, length in enumerate(self.lengths):
             if length <= 0:
                 raise ValueError(
@@ -285,6 +289,7 @@ class PlanRequest:
     def _check_units(self, units: tuple[tuple[int, ...], ...]) -> None:
         if self.fits[-1].all():
             return
+        # Each sample fits the pool (_check_lengths), but not all of a unit together.
         where = int(self.fits[-1].argmin())
         unit = units[where]
         shown = ", ".join(f"{i} ({self.lengths[i]} tokens)" for i in unit[:8])

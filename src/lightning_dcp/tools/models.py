@@ -31,6 +31,7 @@ class ModelOptions:
         if self.model is not None and self.model_config is not None:
             raise ValueError(f"model={self.model!r} and model_config: give only one of the two")
 
+    # On a frozen class too: what is cached goes into __dict__, not through setattr.
     @cached_property
     def _found(self) -> ModelSizes | ModelConfig | FitConfig | None:
         return self.model_config if self.model is None else _read(self.model)

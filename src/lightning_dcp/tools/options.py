@@ -8,7 +8,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-# Flags: given without a value they mean true.
+# Flags: given without a value they mean true. As text, which postponed annotations are.
 _BOOLS = ("bool", "bool | None")
 
 

@@ -67,6 +67,7 @@ def gather_whole(
         parameter = parameters.get(name)
         if parameter is not None and is_copy(name, parameter):
             continue
+        # One tensor after the other to the host: whole ones together may not fit on the device.
         mine[names(name)] = merge_over_tp(tensor, parameter, context).detach().cpu()
     return _bring_to_first(mine, context)
 
@@ -93,6 +94,7 @@ def _bring_to_first(mine: Mapping[str, Tensor], context: ParallelContext) -> dic
             whole[name] = torch.empty(shape, dtype=dtype)
             dist.recv(whole[name], src=owner, group=context.host_group)
         elif dist.get_rank() == owner:
+            # gloo refuses tensors that are not contiguous.
             dist.send(mine[name].contiguous(), dst=0, group=context.host_group)
     return whole
 
@@ -116,6 +118,7 @@ def load_full_model_state(
     for name, value in module.state_dict().items():
         parameter = parameters.get(name)
         if name.endswith(_EXTRA_STATE):
+            # Its own again, so that strict loading does not miss it.
             local[name] = value
             continue
         whole_name = names(name)
@@ -146,6 +149,7 @@ def full_optimizer_state(
     steps += [int(group.get("step") or 0) for group in optimizer.param_groups]
     # The most: a rank that holds no part of any parameter has counted nothing.
     step = torch.tensor(max(steps, default=0), device=context.device)
+    # Over the world, whose group may be NCCL's: that is why it is on the device.
     dist.all_reduce(step, op=dist.ReduceOp.MAX)
     states: dict[str, dict[str, Tensor]] = {}
     # Sorted: a set has another order in each process, and each key is collectives.
@@ -182,6 +186,7 @@ def load_full_optimizer_state(
     # Which groups a rank has depends on its layers and experts.
     of_kind = {_kind_of(group): group for group in reversed(state["param_groups"])}
     for group in optimizer.param_groups:
+        # A kind that the saving ranks had none of keeps the settings of this run.
         group.update(of_kind.get(_kind_of(group), {}))
     for name, parameter, shard in shards_of(optimizer, module):
         if shard is None:

@@ -80,6 +80,7 @@ def _torch_layer(config: ModelConfig) -> TransformerLayerSubmodules:
     attention = submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
+        # Only with the option: Megatron-Core refuses a spec that names them without it.
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return submodules
 

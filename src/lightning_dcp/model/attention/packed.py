@@ -148,6 +148,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
         attn_mask=mask,
+        # Both corners are one where it is square: kernels without a mask may serve.
         is_causal=square,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],

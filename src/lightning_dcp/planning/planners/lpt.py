@@ -55,11 +55,11 @@ class _Shelf:
         self, request: PlanRequest, bins: Bins, indices: list[int], targets: list[float]
     ) -> None:
         size = self.size = bins.size[indices[0]]
-        # Ties go to the lower index, so that all ranks fill alike.
         # (time over the target, bin): the first is the one with the most time left.
+        # Ties go to the lower index, so that all ranks fill alike.
         self.ready = [(bins.load[index] - targets[index], index) for index in indices]
         heapify(self.ready)
-        # (negated slack, time over, bin): the first is the first that can hold a sample again.
+        # (negated slack, time over, bin): the first has the rows for a sample the soonest.
         self.waiting: list[tuple[int, float, int]] = []
         self.rows = request.rows[size]
         self.times = request.times[size]

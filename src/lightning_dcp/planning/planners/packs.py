@@ -210,7 +210,7 @@ def _split(request: PlanRequest, pack: Pack, free: int) -> list[Pack] | None:
     if len(pack.sample_ids) < 2:
         return None
     samples = sorted(pack.sample_ids, key=lambda i: (-request.lengths[i], i))
-    # The shortest sample fits no such group, so none of them does.
+    # The shortest must fit there: it is what moves if no other does.
     if request.min_cp_sizes[samples[-1]] > size:
         return None
     kept: list[int] = []
@@ -227,7 +227,6 @@ def _split(request: PlanRequest, pack: Pack, free: int) -> list[Pack] | None:
         else:
             kept.append(sample)
             kept_time = kept_after
-    # The shortest, which was found to fit.
     if not moved:
         moved.append(kept.pop())
     if not kept:

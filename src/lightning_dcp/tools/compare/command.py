@@ -41,6 +41,7 @@ def main(args: Sequence[str]) -> None:
     parser.add_function_arguments(compare)
     try:
         compare(**parser.parse_args(list(args)).as_dict())
+    # A failed run: told_once would take it for a fault of ours and show a traceback.
     except RuntimeError as error:
         sys.exit(f"lightning-dcp compare: {error}")
 

@@ -123,6 +123,7 @@ def compare_steps(static: Runs, dynamic: Runs) -> Comparison:
         dynamic_seconds=median(step.seconds for run in dynamic for step in run),
         static_tokens=sum(_tokens(static[0])),
         dynamic_tokens=sum(_tokens(dynamic[0])),
+        # Of sums: in a mean of ratios short steps would count as much as long ones.
         ratio=sum(a for a, _ in pairs) / sum(b for _, b in pairs) if same else None,
         ratio_quartiles=_quartiles([a / b for a, b in pairs]) if same else None,
         mean_loss_difference=mean(differences),
