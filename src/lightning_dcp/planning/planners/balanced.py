@@ -32,6 +32,9 @@ _FEW_SAMPLES, _MOST_ATTEMPTS, _SAMPLES_IN_ATTEMPTS, _FEW_ATTEMPTS = 300, 60, 900
 # With fewer samples a rank, whole samples make the difference: a local search starts where the
 # bound is less than this part of the time.
 _FEW_A_RANK, _POOR = 4, 0.95
+# Where the bound is less than this part of the time, further attempts and searches are worth it; no
+# more attempts than so many, and samples in all of them together.
+_FAR_OFF, _MORE_ATTEMPTS, _SAMPLES_IN_MORE = 0.93, 40, 20_000
 # An estimate this much below another is taken for better.
 _CLEARLY = 0.99
 # Limits on the time of a sample that are estimated, as powers of two: for few samples and many.
@@ -53,7 +56,9 @@ def plan_balanced(request: PlanRequest) -> list[Step]:
     4. The smallest groups' micro-batches are dealt to the steps again in the order of their times.
     5. Attempts follow with other limits and with larger smallest groups where these add little
        work (fewer micro-batches are easier to balance), until the bound says that little is left
-       to gain or the attempts for so many samples are used up.
+       to gain or the attempts for so many samples are used up. Where the bound is far off, long
+       samples share larger groups beside the longest, and many samples get more attempts.
+    6. With few samples a rank, a local search starts at the best draft with each smallest size.
 
     The result is compared with ``static`` at every size, ``longest_sequence`` and, where it is
     there and quick enough, Megatron-Core's scheduler; the best is taken.
@@ -77,11 +82,14 @@ def plan_balanced(request: PlanRequest) -> list[Step]:
         if time < seconds:
             best, best_steps, seconds = packs, steps, time
 
-    draft = _Search(request, bound).run()
-    consider(draft.packs, draft.seconds)
+    first, *others = _Search(request, bound).run()
+    consider(first.packs, first.seconds)
     few = len(request.lengths) < _FEW_A_RANK * request.num_ranks
-    if few and bound < _POOR * draft.seconds:
-        consider(*improve(request, draft.packs))
+    if few and bound < _POOR * seconds:
+        consider(*improve(request, first.packs))
+    for draft in others if few else ():
+        if bound < _FAR_OFF * seconds:
+            consider(*improve(request, draft.packs))
     for baseline in (longest_sequence_packs_below, static_packs_below):
         for timed in baseline(request, seconds) if bound < seconds else ():
             consider(*timed)
@@ -113,17 +121,21 @@ class _Search:
         self.left = (
             _FEW_ATTEMPTS if self.many else min(_MOST_ATTEMPTS, _SAMPLES_IN_ATTEMPTS // number)
         )
+        # Pools that are no power of two have more to try.
+        self.left += len(self.sizer.max_sizes())
         self.best: Draft | None = None
+        self.best_by_size: dict[int, Draft] = {}
         self.tried: set[Sizing] = set()
 
-    def run(self) -> Draft:
-        """The best draft."""
+    def run(self) -> list[Draft]:
+        """The best draft with each smallest size, the best of all first."""
         plain = self.sizer.estimate(math.inf)
         self._try(plain)
         if not self._done():
             self._try_others(plain)
-        assert self.best is not None
-        return self.best
+            if self._is_far_off() and len(self.request.lengths) <= _SAMPLES_IN_MORE:
+                self._try_more(plain)
+        return sorted(self.best_by_size.values(), key=lambda draft: draft.seconds)
 
     def _try_others(self, plain: Sizing) -> None:
         sizer = self.sizer
@@ -134,6 +146,9 @@ class _Search:
         limited = sorted(map(sizer.estimate, limits))
         first = limited[0] if limited and limited[0].seconds < _CLEARLY * plain.seconds else plain
         self._try(first)
+        for max_size in sizer.max_sizes():
+            if not self._done():
+                self._try(sizer.estimate(first.limit, max_size=max_size))
         min_sizes = sizer.min_sizes()
         for min_size in min_sizes:
             if not self._done():
@@ -148,6 +163,21 @@ class _Search:
                 self._try(sizing)
                 self._try(replace(sizing, short_makespan=math.inf))
 
+    def _try_more(self, plain: Sizing) -> None:
+        """Groups that long samples share, and with many samples the attempts for few of them."""
+        assert self.best is not None
+        self.left = min(_MORE_ATTEMPTS, _SAMPLES_IN_MORE // len(self.request.lengths))
+        sizing = self.best.sizing
+        for size in self.request.cp_sizes[sizing.min_size + 1 : -1]:
+            self._try(replace(sizing, shared_size=size))
+        if self.many and self._is_far_off():
+            self.left = min(_MORE_ATTEMPTS, _SAMPLES_IN_MORE // len(self.request.lengths))
+            self.many = False
+            self._try_others(plain)
+
+    def _is_far_off(self) -> bool:
+        return self.best is not None and self.bound < _FAR_OFF * self.best.seconds
+
     def _done(self) -> bool:
         good = self.best is not None and self.bound >= _GOOD * self.best.seconds
         return good or self.left <= 0
@@ -161,5 +191,8 @@ class _Search:
         self.left -= 1
         draft = make_draft(self.request, self.sizer, sizing)
         self.tried |= {sizing, draft.sizing}
+        rival = self.best_by_size.get(sizing.min_size)
+        if rival is None or draft.seconds < rival.seconds:
+            self.best_by_size[sizing.min_size] = draft
         if self.best is None or draft.seconds < self.best.seconds:
             self.best = draft

@@ -35,13 +35,16 @@ def make_draft(request: PlanRequest, sizer: Sizer, sizing: Sizing) -> Draft:
         sizing: The sizes, and the number of steps to make; more are made where these do not hold
             all samples.
     """
-    index = sizer.choose(sizing.limit, sizing.min_size)
+    index = sizer.choose(sizing.limit, sizing.min_size, sizing.max_size)
     alone = sizer.seconds[index, sizer.columns]
     is_long = ((index > sizing.min_size) | (alone > sizing.short_makespan)).tolist()
+    sizes = sizer.sizes[index].tolist()
     bins = Bins()
     long = [i for i in request.longest_first if is_long[i]]
     short = [i for i in request.longest_first if not is_long[i]]
-    by_load = _open_long(request, bins, sizer.sizes[index].tolist(), long, sizing.limit)
+    if sizing.shared_size and long:
+        long = _open_shared(request, bins, sizes, long, sizing.shared_size)
+    by_load = _open_long(request, bins, sizes, long, sizing.limit)
     steps, free = _first_fit(request, bins, by_load, sizing.num_steps)
     size = request.cp_sizes[sizing.min_size]
     _fill_up(request, bins, steps, free, short, size, all_soft=math.isinf(sizing.short_makespan))
@@ -50,10 +53,36 @@ def make_draft(request: PlanRequest, sizer: Sizer, sizing: Sizing) -> Draft:
     return Draft(packs, seconds, replace(sizing, num_steps=len(steps)))
 
 
+def _open_shared(
+    request: PlanRequest, bins: Bins, sizes: list[int], long: list[int], size: int
+) -> list[int]:
+    """A step of the longest sample and of groups that others share; the samples that are left.
+
+    Each on the smallest group that holds it, few samples fit beside a giant, and the rest make the
+    next steps long. On larger groups they take longer, but no longer than the giant does.
+    """
+    giant, *others = long
+    bins.open(request, sizes[giant])
+    bins.put(request, 0, giant)
+    groups = bins.open(request, size, (request.num_ranks - sizes[giant]) // size)
+    rows, times = request.rows[size], request.times[size]
+    left = []
+    for i in others:
+        for b in groups:
+            if rows[i] <= bins.slack[b] and bins.load[b] + times[i] <= bins.load[0]:
+                bins.put(request, b, i)
+                break
+        else:
+            left.append(i)
+    return left
+
+
 def _open_long(
     request: PlanRequest, bins: Bins, sizes: list[int], samples: list[int], limit: float
 ) -> list[int]:
     """Micro-batches of the long samples, next fit; those that take the longest first."""
+    # What is open already is one step, and stays the first.
+    first = len(bins.load)
     by_size: dict[int, list[int]] = {}
     for i in samples:
         by_size.setdefault(sizes[i], []).append(i)
@@ -67,10 +96,9 @@ def _open_long(
                 slack, time_left = request.capacity[size], limit - request.fixed[size]
             slack -= rows[i]
             time_left -= times[i]
-            bins.load[-1] += times[i]
-            bins.slack[-1] = slack
-            bins.samples[-1].append(i)
-    return sorted(range(len(bins.load)), key=lambda b: (-bins.load[b], b))
+            bins.put(request, -1, i)
+    opened = range(first, len(bins.load))
+    return [*range(first), *sorted(opened, key=lambda b: (-bins.load[b], b))]
 
 
 def _first_fit(

@@ -34,6 +34,13 @@ class Bins:
         self.samples += [[] for _ in range(number)]
         return range(first, first + number)
 
+    def put(self, request: PlanRequest, index: int, sample: int) -> None:
+        """Adds a sample to a micro-batch."""
+        size = self.size[index]
+        self.load[index] += request.times[size][sample]
+        self.slack[index] -= request.rows[size][sample]
+        self.samples[index].append(sample)
+
     def extend(self, other: Bins) -> None:
         """Adds the micro-batches of ``other``."""
         self.size += other.size

@@ -32,6 +32,9 @@ class Sizing:
         limit: Samples get the smallest group on which they alone take this time at most.
         short_makespan: The expected time of a step without long samples.
         min_size: Index of the smallest CP size that is used.
+        max_size: Index of the largest CP size that is used beside the whole pool.
+        shared_size: CP size of groups beside the longest sample that other long ones share; 0 for
+            none.
     """
 
     seconds: float
@@ -39,6 +42,8 @@ class Sizing:
     limit: float
     short_makespan: float
     min_size: int
+    max_size: int
+    shared_size: int = 0
 
 
 class Sizer:
@@ -74,6 +79,15 @@ class Sizer:
                 (cheap if more <= _LITTLE_MORE_WORK else others).append(k)
         return cheap[::-1] + others
 
+    def max_sizes(self) -> list[int]:
+        """Indices of the sizes that could be the largest beside the whole pool, the largest first.
+
+        In a pool of 10, a group of 8 leaves two ranks that only short samples can fill. Where these
+        are too few, long samples are better spread over the whole pool.
+        """
+        odd = [k for k, size in enumerate(self.request.cp_sizes) if self.request.num_ranks % size]
+        return [k - 1 for k in reversed(odd)]
+
     def limits(self, doublings: int) -> list[float]:
         """``2**doublings`` limits on a sample's time that are worth a try, a factor apart."""
         longest = float(self.seconds[self.smallest, self.columns].max())
@@ -88,14 +102,14 @@ class Sizer:
             limits.append(limits[-1] * factor)
         return limits
 
-    def choose(self, limit: float, min_size: int) -> NDArray[np.int64]:
-        """Index of the CP size of each sample, ``min_size`` or more; ``[num_samples]``.
+    def choose(self, limit: float, min_size: int, max_size: int) -> NDArray[np.int64]:
+        """Index of the CP size of each sample, ``[num_samples]``: in the range, or the whole pool.
 
         A sample that is over the limit at any size makes its step as long as it is. The samples
         that share this step get sizes by this time instead.
         """
         if math.isinf(limit):
-            return np.maximum(self.smallest, min_size)
+            return self._or_pool(np.maximum(self.smallest, min_size), max_size)
         index = np.maximum(self._within(limit), min_size)
         left = np.ones(len(index), dtype=bool)
         for _ in range(_MAX_OVER):
@@ -111,14 +125,15 @@ class Sizer:
                 break
             index[members] = loose[members]
             left[members] = False
-        return index
+        return self._or_pool(index, max_size)
 
-    def estimate(self, limit: float, min_size: int = 0) -> Sizing:
+    def estimate(self, limit: float, min_size: int = 0, max_size: int | None = None) -> Sizing:
         """What to expect of the sizes for a limit."""
         request, columns = self.request, self.columns
         size = request.cp_sizes[min_size]
+        max_size = len(self.sizes) - 1 if max_size is None else max_size
         num_groups, fixed = request.num_ranks // size, request.fixed[size]
-        index = self.choose(limit, min_size)
+        index = self.choose(limit, min_size, max_size)
         times = self.seconds[index, columns]
         order = np.argsort(-times, kind="stable")
         makespan = math.inf
@@ -139,7 +154,7 @@ class Sizer:
             if makespan == last:
                 break
         seconds += short * fixed + work / num_groups
-        return Sizing(seconds, num_steps + short, limit, makespan, min_size)
+        return Sizing(seconds, num_steps + short, limit, makespan, min_size, max_size)
 
     def _long_steps(
         self,
@@ -165,6 +180,9 @@ class Sizer:
         fixed = request.fixed[request.cp_sizes[min_size]]
         open_time = min(float(makespan[-1]) - fixed, rate * float(self.capacity[min_size]))
         return float(makespan.sum()), num_steps, float(idle.sum()) + max(free, 0) * open_time
+
+    def _or_pool(self, index: NDArray[np.int64], max_size: int) -> NDArray[np.int64]:
+        return np.where(index > max_size, len(self.sizes) - 1, index)
 
     def _within(self, limit: float) -> NDArray[np.int64]:
         index: NDArray[np.int64] = (self.seconds <= np.maximum(limit, self.fastest)).argmax(axis=0)
