@@ -16,6 +16,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -74,9 +75,9 @@ def run_distributed(
     workers = _workers[:world_size]
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store") if init_process_group else None
-        call = pickle.dumps((function, args, kwargs))
+        call, port = pickle.dumps((function, args, kwargs)), _free_port()
         for worker in workers:
-            worker.connection.send((list(sys.path), world_size, store, call))
+            worker.connection.send((list(sys.path), world_size, store, port, call))
         outcome = _collect(workers, timeout)
     failures = {rank: text for rank, (ok, text) in outcome.items() if not ok}
     if failures:
@@ -84,6 +85,13 @@ def run_distributed(
         _replace(workers)
         raise WorkerError("\n".join(texts))
     return [pickle.loads(outcome[rank][1]) for rank in range(world_size)]
+
+
+def _free_port() -> str:
+    """A port of this call alone: at another's, the store would have that one's keys."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
 
 
 @dataclass
@@ -215,7 +223,7 @@ def _share_device() -> None:
     dist.distributed_c10d.ProcessGroupGloo = OnOneDevice
 
 
-def _call(rank: int, world_size: int, store: str | None, call: bytes) -> Any:
+def _call(rank: int, world_size: int, store: str | None, port: str, call: bytes) -> Any:
     # A Trainer inside finds itself started from outside, as under torchrun.
     environment = {
         "RANK": str(rank),
@@ -224,7 +232,7 @@ def _call(rank: int, world_size: int, store: str | None, call: bytes) -> Any:
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
+        "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "tests",
     }
     os.environ.update(environment)
