@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.compile import from_compiled
 
 import trainers
 from distributed import run_distributed
@@ -272,3 +273,11 @@ def foreign_strategy():
 
 def test_another_strategy_is_named():
     assert "needs Trainer(strategy=DynamicCPStrategy" in run_distributed(foreign_strategy, 1)[0]
+
+
+def test_a_compiled_module_is_refused():
+    # Lightning itself lets such modules pass to any DDPStrategy, which ours derives from.
+    module = from_compiled(torch.compile(trainers.module()))
+    strategy = DynamicCPStrategy(max_seqlen_per_dp_cp_rank=8)
+    with pytest.raises(NotImplementedError, match=r"torch\.compile made: give the module itself"):
+        strategy.connect(module)
