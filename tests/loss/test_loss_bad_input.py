@@ -41,7 +41,7 @@ def test_label_in_the_padding_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_temperature_that_is_not_above_zero(temperature: float) -> None:
-    with pytest.raises(ValueError, match=r"temperature is .*above 0"):
+    with pytest.raises(ValueError, match=r"temperature=.*above 0"):
         loss(temperature=temperature)
     per_row = torch.tensor([1.0, 1.0, temperature, 1.0])
     with pytest.raises(ValueError, match=r"temperature\[2\] is .*above 0"):
@@ -71,8 +71,8 @@ def test_a_mask_is_no_weight() -> None:
         ({"vocab_size": 7}, ValueError, r"vocab_size is 7, but the weight has 1 \* 6 = 6"),
         ({"reduction": "mean"}, ValueError, "reduction is 'mean'"),
         ({"label_smoothing": 1.0}, ValueError, "label_smoothing is 1.0"),
-        ({"z_loss": -0.1}, ValueError, "z_loss is -0.1"),
-        ({"chunk_rows": 0}, ValueError, "chunk_rows is 0"),
+        ({"z_loss": -0.1}, ValueError, "z_loss=-0.1 must be finite"),
+        ({"chunk_rows": 0}, ValueError, "chunk_rows=0 must be 1 or more"),
         ({"return_entropy": True}, ValueError, "reduction='none'"),
     ],
 )

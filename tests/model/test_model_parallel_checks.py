@@ -56,7 +56,7 @@ def test_sizes_that_do_not_divide_the_model(config, options, message):
     [
         ({"num_experts": 0}, "moe.num_experts=0 must be 1 or more"),
         ({"num_experts": 2, "topk": 3}, "moe.topk=3 is more than the moe.num_experts=2"),
-        ({"aux_loss_coeff": -1.0}, "moe.aux_loss_coeff must not be negative, found -1.0"),
+        ({"aux_loss_coeff": -1.0}, "moe.aux_loss_coeff=-1.0 must be finite and not negative"),
         ({"expert_bias": True}, "needs moe.score_function='sigmoid', found 'softmax'"),
         ({"router_fusion": True, "router_replay": True}, "Turn one of them off"),
     ],

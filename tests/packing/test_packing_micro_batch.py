@@ -129,20 +129,6 @@ def test_extras_follow_their_tokens_and_samples(case, trailing, contiguous):
         assert torch.equal(micro_batch.extras["weights"], per_sample[list(case.sample_ids)])
 
 
-@settings(deadline=None)
-@given(cases())
-def test_boundaries_are_those_of_the_whole_group(case):
-    for micro_batch in case.pack(read_global_batch({"input_ids": case.jagged(case.tokens())})):
-        packed, layout = micro_batch.packed_seq_params, micro_batch.layout
-        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-            assert getattr(packed, name).tolist() == layout.cu_seqlens.tolist()
-            assert getattr(packed, f"{name}_padded").tolist() == layout.cu_seqlens_padded.tolist()
-            assert getattr(packed, name).dtype == torch.int32
-        assert packed.max_seqlen_q == packed.max_seqlen_kv == layout.max_seqlen
-        assert packed.local_cp_size == case.cp_size
-        assert packed.qkv_format == "thd"
-
-
 @pytest.mark.parametrize("share_offsets", [True, False])
 def test_labels_with_the_same_offsets_object_or_an_equal_one(share_offsets):
     ids = nested([torch.tensor([1, 2, 3]), torch.tensor([4, 5])])
@@ -195,8 +181,8 @@ def test_odd_lengths_keep_their_last_token():
     assert second.labels.tolist() == [3, 4, 7, -100]
     assert first.padding_mask.tolist() == [False, False, False, True]
     assert not second.padding_mask.any()
-    assert first.packed_seq_params.cu_seqlens_q.tolist() == [0, 4, 7]
-    assert first.packed_seq_params.cu_seqlens_q_padded.tolist() == [0, 4, 8]
+    assert first.layout.cu_seqlens.tolist() == [0, 4, 7]
+    assert first.layout.cu_seqlens_padded.tolist() == [0, 4, 8]
 
 
 def test_seventeen_stored_tokens_have_sixteen_targets():
@@ -276,8 +262,6 @@ def test_packing_never_waits_for_the_device(cp_size, tp_size):
         assert micro_batch.num_tokens.device.type == "meta"
         assert micro_batch.extras["routes"].shape == (rows, 2, 3)
         assert micro_batch.extras["weights"].shape == (3, 4)
-        assert micro_batch.packed_seq_params.cu_seqlens_q.shape == (4,)
-        assert micro_batch.packed_seq_params.max_seqlen_q == micro_batch.layout.max_seqlen
 
 
 def test_moving_a_micro_batch_moves_every_tensor():
@@ -286,11 +270,9 @@ def test_moving_a_micro_batch_moves_every_tensor():
     micro_batch = pack_micro_batch(batch, [0, 1])
     assert micro_batch.to("meta") is micro_batch
     tensors = [getattr(micro_batch, each.name) for each in fields(micro_batch)]
-    packed = micro_batch.packed_seq_params
-    tensors += [getattr(packed, each.name) for each in fields(packed)]
     tensors += list(micro_batch.extras.values())
     tensors = [each for each in tensors if isinstance(each, torch.Tensor)]
-    assert len(tensors) == 6 + 4 + 1
+    assert len(tensors) == 6 + 1
     assert {each.device.type for each in tensors} == {"meta"}
 
 

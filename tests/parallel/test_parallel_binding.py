@@ -132,7 +132,9 @@ def micro_batch(cp_size: int):
 
 def test_binding_gives_the_group_and_padded_boundaries():
     groups = DynamicCPGroups((0, 1), 0, {1: sentinel.one, 2: sentinel.two})
-    bound = bind_micro_batch(micro_batch(2), groups)
+    unbound = micro_batch(2)
+    assert unbound.packed_seq_params is None
+    bound = bind_micro_batch(unbound, groups)
     sequences = bound.packed_seq_params
     assert isinstance(sequences, PackedSeqParams)
     assert sequences.cp_group is sentinel.two
@@ -141,6 +143,7 @@ def test_binding_gives_the_group_and_padded_boundaries():
     assert sequences.max_seqlen_q == sequences.max_seqlen_kv == 4
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         assert getattr(sequences, name).tolist() == [0, 4, 8]
+        assert getattr(sequences, name).dtype == torch.int32
     assert sequences.layout is bound.layout
     assert bind_micro_batch(micro_batch(1), groups).packed_seq_params.cp_group is sentinel.one
 
@@ -154,7 +157,7 @@ def test_binding_refuses_a_size_without_a_group():
 def test_the_gather_index_is_moved_once():
     layout = PackLayout.of([4, 3], cp_size=2)
     sequences = BoundPackedSeqParams(layout=layout)
-    index = sequences.gather_index(torch.device("cpu"))
+    index = sequences.on_device("gather_index", torch.device("cpu"))
     assert index.tolist() == layout.gather_index.tolist()
-    assert sequences.gather_index(torch.device("cpu")) is index
-    assert sequences.gather_index(torch.device("meta")).device.type == "meta"
+    assert sequences.on_device("gather_index", torch.device("cpu")) is index
+    assert sequences.on_device("gather_index", torch.device("meta")).device.type == "meta"

@@ -198,8 +198,8 @@ def test_a_recomputation_that_it_lacks(recompute, found):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mtp_num_layers": -1}, "mtp_num_layers must not be negative, found -1"),
-        ({"mtp_loss_scaling_factor": -0.1}, "mtp_loss_scaling_factor must not be negative"),
+        ({"mtp_num_layers": -1}, "mtp_num_layers=-1 must be 0 or more"),
+        ({"mtp_loss_scaling_factor": -0.1}, "mtp_loss_scaling_factor=-0.1 must be finite and not"),
         ({"mtp_loss_scaling_factor": float("nan")}, "mtp_loss_scaling_factor must not be"),
         ({"mtp_num_layers": 1, "head": "value"}, "mtp_num_layers=1 predicts tokens, which head="),
     ],

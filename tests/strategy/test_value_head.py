@@ -154,7 +154,7 @@ def test_values_of_bfloat16_states_are_not_rounded_to_bfloat16():
 
 
 def test_a_head_that_is_not_there_or_tied():
-    with pytest.raises(ValueError, match="head='logits' is neither 'vocabulary' nor 'value'"):
+    with pytest.raises(ValueError, match="head='logits' is none of vocabulary, value"):
         ModelConfig(head="logits")
     with pytest.raises(ValueError, match="Set tie_word_embeddings=False"):
         ModelConfig(head="value", tie_word_embeddings=True)

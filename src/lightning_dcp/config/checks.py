@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from numbers import Integral
 
@@ -26,6 +27,21 @@ def check_at_least(name: str, value: object, minimum: int = 1) -> int:
     if value < minimum:
         raise ValueError(f"{name}={value} must be {minimum} or more")
     return int(value)
+
+
+def check_above_zero(**options: float) -> None:
+    """Raises a ValueError for the first option that is not a finite number above 0."""
+    for name, value in options.items():
+        # Not "value <= 0", which lets NaN pass.
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be finite and above 0.")
+
+
+def check_not_negative(**options: float) -> None:
+    """Raises a ValueError for the first option that is negative or not finite."""
+    for name, value in options.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be finite and not negative.")
 
 
 def check_one_of[T](name: str, value: T, choices: Collection[T]) -> T:

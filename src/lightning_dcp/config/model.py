@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from lightning_dcp.config.checks import check_at_least
+from lightning_dcp.config.checks import (
+    check_above_zero,
+    check_at_least,
+    check_not_negative,
+    check_one_of,
+)
 from lightning_dcp.config.model_sizes import ModelSizes
 from lightning_dcp.config.moe import MoEConfig
 from lightning_dcp.config.parallel import ParallelSizes
@@ -62,10 +67,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None:
                 check_at_least(name, value)
-        for name in ("rotary_base", "layernorm_epsilon", "init_method_std"):
-            # Not "<= 0", which lets NaN pass.
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, found {getattr(self, name)}.")
+        factors = ("rotary_base", "layernorm_epsilon", "init_method_std")
+        check_above_zero(**{name: getattr(self, name) for name in factors})
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
@@ -78,25 +81,16 @@ class ModelConfig:
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_query_groups={self.query_groups}."
             )
-        self._check_head()
-        self._check_mtp()
+        self._check_heads()
 
-    def _check_head(self) -> None:
-        if self.head not in ("vocabulary", "value"):
-            raise ValueError(f"head={self.head!r} is neither 'vocabulary' nor 'value'.")
+    def _check_heads(self) -> None:
+        check_one_of("head", self.head, ("vocabulary", "value"))
+        check_at_least("mtp_num_layers", self.mtp_num_layers, 0)
+        check_not_negative(mtp_loss_scaling_factor=self.mtp_loss_scaling_factor)
         if self.head == "value" and self.tie_word_embeddings:
             raise ValueError(
                 "head='value' has no output embedding that tie_word_embeddings=True could share. "
                 "Set tie_word_embeddings=False."
-            )
-
-    def _check_mtp(self) -> None:
-        if self.mtp_num_layers < 0:
-            raise ValueError(f"mtp_num_layers must not be negative, found {self.mtp_num_layers}.")
-        if not self.mtp_loss_scaling_factor >= 0:
-            raise ValueError(
-                f"mtp_loss_scaling_factor must not be negative, found "
-                f"{self.mtp_loss_scaling_factor}."
             )
         if self.mtp_num_layers and self.head == "value":
             raise ValueError(
@@ -129,6 +123,7 @@ class ModelConfig:
     @property
     def sizes(self) -> ModelSizes:
         """The sizes as planning knows them, whose fingerprint names the model."""
+        moe = self.moe
         return ModelSizes(
             # A depth of multi-token prediction costs about what a layer does.
             num_layers=self.num_layers + self.mtp_num_layers,
@@ -138,18 +133,45 @@ class ModelConfig:
             head_dim=self.head_width,
             intermediate_size=self.ffn_width,
             vocab_size=self.vocab_size,
-            **self._moe_sizes(),
+            num_experts=moe.num_experts if moe else 0,
+            num_experts_per_tok=moe.topk if moe else 0,
+            moe_intermediate_size=(moe.ffn_hidden_size or self.ffn_width) if moe else 0,
+            shared_expert_intermediate_size=moe.shared_expert_ffn_hidden_size or 0 if moe else 0,
         )
 
-    def _moe_sizes(self) -> dict[str, int]:
-        if self.moe is None:
-            return {}
-        return {
-            "num_experts": self.moe.num_experts,
-            "num_experts_per_tok": self.moe.topk,
-            "moe_intermediate_size": self.moe.ffn_hidden_size or self.ffn_width,
-            "shared_expert_intermediate_size": self.moe.shared_expert_ffn_hidden_size or 0,
-        }
+    @classmethod
+    def of_sizes(cls, sizes: ModelSizes) -> Self:
+        """The config of a model of these sizes, as far as it can be built.
+
+        Raises:
+            ValueError: Some of its layers have experts and some have not.
+        """
+        if sizes.num_experts and sizes.num_dense_layers:
+            raise ValueError(
+                f"the model has experts in {sizes.num_moe_layers} of {sizes.num_layers} layers: "
+                "only models with experts in all or none can be built, and so measured; plan "
+                "predicts it from its sizes"
+            )
+        moe = (
+            MoEConfig(
+                num_experts=sizes.num_experts,
+                topk=sizes.num_experts_per_tok,
+                ffn_hidden_size=sizes.moe_intermediate_size or None,
+                shared_expert_ffn_hidden_size=sizes.shared_expert_intermediate_size or None,
+            )
+            if sizes.num_experts
+            else None
+        )
+        return cls(
+            num_layers=sizes.num_layers,
+            hidden_size=sizes.hidden_size,
+            num_attention_heads=sizes.num_attention_heads,
+            num_query_groups=sizes.num_key_value_heads,
+            kv_channels=sizes.head_dim,
+            ffn_hidden_size=sizes.intermediate_size,
+            vocab_size=sizes.vocab_size,
+            moe=moe,
+        )
 
     def check_parallel(self, sizes: ParallelSizes) -> None:
         """Refuses parallel sizes that do not divide what they split.
@@ -160,6 +182,7 @@ class ModelConfig:
         """
         self.check_tensor_parallel(sizes.tensor_model_parallel_size)
         stages = sizes.pipeline_model_parallel_size * sizes.virtual_pipeline_model_parallel_size
+        # Megatron-Core can cut unevenly; router replay counts on stages of as many layers each.
         if self.num_layers % stages:
             raise ValueError(
                 f"num_layers={self.num_layers} is not a multiple of the pipeline's stages: "

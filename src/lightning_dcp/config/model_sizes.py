@@ -143,6 +143,7 @@ class ModelSizes:
         """
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         common = 4 * self.hidden_size + heads * self.head_dim
+        # A dispatcher gives each expert a copy of the token's row.
         routed = self.num_experts_per_tok * (3 * self.moe_intermediate_size + self.hidden_size)
         moe = routed + 3 * self.shared_expert_intermediate_size
         dense_layers = self.num_layers - self.num_moe_layers

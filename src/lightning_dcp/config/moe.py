@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_dcp.config.checks import check_at_least
+from lightning_dcp.config.checks import check_at_least, check_not_negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,8 @@ class MoEConfig:
             value = getattr(self, name)
             if value is not None:
                 check_at_least(f"moe.{name}", value)
-        for name in (
-            "aux_loss_coeff", "seq_aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate",
-        ):  # fmt: skip
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"moe.{name} must not be negative, found {getattr(self, name)}.")
+        rates = ("aux_loss_coeff", "seq_aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate")
+        check_not_negative(**{f"moe.{name}": getattr(self, name) for name in rates})
         if self.topk > self.num_experts:
             raise ValueError(
                 f"moe.topk={self.topk} is more than the moe.num_experts={self.num_experts} that "

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_dcp.config.checks import check_at_least, check_not_negative
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -27,11 +29,7 @@ class OptimizerSettings:
     """SGD's momentum."""
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.weight_decay < 0:
-            raise ValueError(
-                f"lr and weight_decay must not be negative, found {self.lr} and "
-                f"{self.weight_decay}."
-            )
+        check_not_negative(lr=self.lr, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +44,7 @@ class LRSchedule:
     """Learning rate at the end, as a fraction of the highest."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, found {self.warmup_steps}.")
+        check_at_least("warmup_steps", self.warmup_steps, 0)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be in 0..1, found {self.min_lr_ratio}.")
 

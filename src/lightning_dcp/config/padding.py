@@ -105,6 +105,7 @@ class PackPadding:
             ValueError: A length or bucket larger than the cap, a bucket that is so once everything
                 else divides it, or a ``pad_to_length`` that the ranks cannot cut.
         """
+        # First what the user gave: the alignment below is a number that nobody wrote.
         for name in ("pad_to_length", "pad_to_length_bucket"):
             value = getattr(self, name)
             if value is not None and value > cap:
@@ -203,6 +204,7 @@ def resolve_cap(
     Raises:
         ValueError: ``"auto"`` without a ``max_length``, or packs that are padded beyond the cap.
     """
+    # The whole pool is the largest CP group, and the one that the longest sequence may need.
     pool, tp_size = sizes.dp_cp_size, sizes.tensor_model_parallel_size
     if cap == "auto":
         if not isinstance(max_length, int):

@@ -80,7 +80,7 @@ class ParallelSizes:
                 f"{self.context_parallel_size}. Use a context_parallel_size that divides it."
             )
 
-        # All ranks of a stage, tensor-parallel ones too: an expert is not split (moe.py).
+        # All ranks of a stage, tensor-parallel ones too: an expert is not split.
         of_stage = self.world_size // pp
         if of_stage % self.expert_model_parallel_size:
             raise ValueError(
@@ -91,12 +91,10 @@ class ParallelSizes:
 
     @property
     def execution(self) -> Execution:
-        """Who waits for whom in a run of these sizes.
-
-        Stages hand micro-batches on in one order, and experts exchange rows over the whole pool:
-        every step then waits for its slowest rank. Without either, a rank meets others only in its
-        CP group, and in the reduction of gradients at the end.
-        """
+        """Who waits for whom in a run of these sizes."""
+        # Stages hand micro-batches on in one order, and experts exchange rows over the whole pool:
+        # every step then waits for its slowest rank. Without either, a rank meets others only in
+        # its CP group, and in the reduction of gradients at the end.
         if self.pipeline_model_parallel_size > 1 or self.expert_model_parallel_size > 1:
             return "lockstep"
         return "free_running"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lightning_dcp.config.files import whole_file
-from lightning_dcp.data.documents import Document, file_state, read_documents
+from lightning_dcp.data.documents import file_state, read_documents
 from lightning_dcp.data.tokenizers import Tokenizer
 
 _FORMAT_VERSION = 1
@@ -103,9 +103,7 @@ def load_or_build(
 ) -> TokenCache:
     """The cache of ``source``: opened if it exists, else tokenised and written first.
 
-    One process at a time builds a cache; the others wait for it. The files are written to a
-    temporary folder beside and renamed when complete. What was wrong with the input is kept beside
-    the cache, so that the ranks of a run fail one as the other without reading it all again.
+    One process at a time builds a cache; the others wait for it.
 
     Args:
         source: Files and options.
@@ -141,6 +139,8 @@ def load_or_build(
         try:
             _build(source, tokenizer, folder, progress=retry)
         except ValueError as error:
+            # Kept beside the cache: the other ranks of the run, which wait for the lock, then fail
+            # alike without reading it all again.
             with whole_file(fault_file) as file:
                 file.write_text(str(error))
             raise
@@ -151,6 +151,7 @@ def load_or_build(
 
 
 def _build(source: CacheSource, tokenizer: Tokenizer, folder: Path, *, progress: bool) -> None:
+    # Beside the folder, and renamed when complete: nobody opens half of a cache.
     prefix = f"{folder.name}.tmp-"
     for left_behind in folder.parent.glob(f"{prefix}*"):
         shutil.rmtree(left_behind)  # by a process that was killed: we hold the lock
@@ -195,20 +196,24 @@ def _tokenise(
 ) -> tuple[int, int]:
     """Writes all tokens and document records; returns the number of documents and of tokens."""
     sizes = [os.path.getsize(file) for file in source.files]
+    total = sum(sizes)
     end = num_documents = 0
     eos = np.array([tokenizer.eos_id] if source.append_eos else [], dtype=np.int64)
-    hidden = not (progress and sum(sizes) >= _PROGRESS_FROM_BYTES)
-    with tqdm(
-        total=sum(sizes), desc="Tokenising", unit="B", unit_scale=True, disable=hidden
-    ) as bar:
+    # A small corpus is done before a bar says anything, and only one process shows it.
+    hidden = not (progress and total >= _PROGRESS_FROM_BYTES)
+    with tqdm(total=total, desc="Tokenising", unit="B", unit_scale=True, disable=hidden) as bar:
         done = 0
         for index, file in enumerate(source.files):
             for document in read_documents(file, source.text_field):
                 ids = tokenizer.encode(document.text)
+                # An empty document has a record, for the counts, and no end token of its own.
                 if len(ids):
                     tokens.write(_as_bytes(np.append(ids, eos), dtype, file))
                     end += len(ids) + len(eos)
-                record = _record(document, end, index)
+                # Not Python's hash(), which differs from process to process.
+                digest = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
+                text_hash = int.from_bytes(digest, "little")
+                record = (end, index, document.line, document.num_replaced, text_hash)
                 documents.write(np.array(record, dtype=_DOCUMENT).tobytes())
                 num_documents += 1
                 bar.update(done + document.position - bar.n)
@@ -219,11 +224,6 @@ def _tokenise(
             f"there is no text in {source.files[0]}{more}: {num_documents} documents, all empty"
         )
     return num_documents, end
-
-
-def _record(document: Document, end: int, file: int) -> tuple[int, int, int, int, int]:
-    digest = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
-    return end, file, document.line, document.num_replaced, int.from_bytes(digest, "little")
 
 
 def _as_bytes(ids: NDArray[Any], dtype: np.dtype, file: str) -> bytes:

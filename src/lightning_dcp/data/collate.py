@@ -38,6 +38,7 @@ def collate_jagged(
     """
     if not samples:
         raise ValueError("an empty list of samples cannot be collated: give one sample or more")
+    # Every sample is looked at: torch.cat's own error would name no sample and no key.
     tensors = [
         {key: _as_tensor(index, key, value) for key, value in sample.items()}
         for index, sample in enumerate(samples)

@@ -10,12 +10,12 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 STDLIB = "{stdlib}"
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
 _BOM = b"\xef\xbb\xbf"
+_INSTALLED = re.compile(r"/(site|dist)-packages(/|$)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -49,7 +49,8 @@ def find_files(patterns: Sequence[str], *, option: str) -> list[str]:
         # A path that is there is meant as it is, though its name may look like a glob ("a[1].txt").
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         if STDLIB in pattern:
-            matches = [match for match in matches if not _is_installed(match, stdlib)]
+            # Else a corpus would depend on what is installed: packages lie beneath it.
+            matches = [match for match in matches if not _INSTALLED.search(match[len(stdlib) :])]
         # Sorted: every machine then numbers the documents alike.
         files = sorted(os.path.abspath(match) for match in matches if os.path.isfile(match))
         if not files:
@@ -96,11 +97,6 @@ def read_documents(path: str, text_field: str) -> Iterator[Document]:
                 yield Document(text, 0, num_replaced, raw.tell())
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"{path} cannot be unpacked with gzip: {error}") from error
-
-
-def _is_installed(path: str, stdlib: str) -> bool:
-    below = Path(os.path.relpath(path, stdlib)).parts
-    return not {"site-packages", "dist-packages"}.isdisjoint(below)
 
 
 def _decode(data: bytes) -> str:

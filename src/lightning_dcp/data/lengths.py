@@ -39,6 +39,7 @@ class LengthTable:
         cumulative = np.cumsum(self.counts)
         # One random number a sample, so that fewer samples are a prefix of more.
         targets = (rng.random(num_samples) * cumulative[-1]).astype(np.int64)
+        # "right": a target that equals a cumulative count is the first of the next length.
         drawn: NDArray[np.int64] = self.lengths[np.searchsorted(cumulative, targets, side="right")]
         return drawn
 
@@ -132,7 +133,8 @@ def read_length_file(path: str | os.PathLike[str]) -> LengthTable:
     if not file.is_file():
         raise ValueError(f"length_file: there is no file {str(path)!r}")
     try:
-        with _open_text(file) as stream:
+        opener = gzip.open if file.suffix == ".gz" else open
+        with opener(file, "rt", encoding="utf-8", newline="") as stream:
             pairs = np.array(list(_rows(file, stream)), dtype=np.int64).reshape(-1, 2)
     except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
@@ -144,14 +146,9 @@ def read_length_file(path: str | os.PathLike[str]) -> LengthTable:
         raise ValueError(f"length_file: {file} holds no line of numbers below its header")
     lengths, index = np.unique(pairs[:, 0], return_inverse=True)
     counts = np.zeros(len(lengths), dtype=np.int64)
+    # Not bincount's weights, which add up as floats: counts stay exact above 2**53.
     np.add.at(counts, index, pairs[:, 1])
     return LengthTable(lengths=lengths, counts=counts)
-
-
-def _open_text(file: Path) -> TextIO:
-    if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8", newline="")
-    return open(file, encoding="utf-8", newline="")
 
 
 def _rows(file: Path, stream: TextIO) -> Iterator[tuple[int, int]]:
@@ -162,6 +159,7 @@ def _rows(file: Path, stream: TextIO) -> Iterator[tuple[int, int]]:
             f"length_file: {file}, line 1: expected the header 'length,count', found {header!r}"
         )
     for row in reader:
+        # A blank line, such as one at the end.
         if not row:
             continue
         # int() alone takes "1_000", "-1", " 7" and the digits of other scripts as well.

@@ -69,6 +69,7 @@ class ParquetDataModule(GlobalBatchDataModule):
 
     @override
     def setup(self, stage: str | None = None) -> None:
+        # Lightning sets up once for each stage, and the files are read once.
         if self.train_set is None:
             files = find_files(self._patterns, option="data")
             samples = ParquetSamples(files, names=self._names, leave_out=self._leave_out)
@@ -90,6 +91,7 @@ class ParquetSamples(Dataset[dict[str, Tensor]]):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        # All in memory: a sampler picks rows from anywhere, and parquet reads by groups of them.
         tables = [pq.read_table(file) for file in files]
         for file, table in zip(files, tables, strict=True):
             # pyarrow would fill a column that one file lacks with nulls.
@@ -134,9 +136,8 @@ class _Column:
             if chunk.null_count:
                 raise ValueError(f"Column '{name}' lacks {chunk.null_count} values.")
             is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
-            lengths.append(
-                chunk.value_lengths().to_numpy() if is_list else np.ones(len(chunk), np.int64)
-            )
+            ones = np.ones(len(chunk), np.int64)
+            lengths.append(chunk.value_lengths().to_numpy() if is_list else ones)
             # flatten() heeds where a sliced chunk begins and ends, .values would not.
             values, shape = (chunk.flatten() if is_list else chunk), []
             while pa.types.is_fixed_size_list(values.type):

@@ -13,18 +13,10 @@ LongDocuments = Literal["split", "truncate", "drop", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentCounts:
-    """What became of the documents.
+    """What became of the documents, of which ``documents`` counts all, empty ones too.
 
-    Attributes:
-        documents: Documents before anything was done, empty ones too.
-        samples: Samples that they gave.
-        tokens: Tokens in all samples.
-        split: Documents that were cut in pieces.
-        truncated: Documents that were cut off.
-        dropped_long: Documents left out because they were too long.
-        dropped_short: Documents left out because they were too short or empty.
-        dropped_tokens: Tokens in no sample, whatever the reason.
-        replaced_bytes: Undecodable bytes, each replaced by U+FFFD.
+    ``str`` of it says each number in words. ``split`` to ``dropped_short`` count documents,
+    ``dropped_tokens`` those in no sample, whatever the reason.
     """
 
     documents: int
@@ -77,15 +69,8 @@ def cut_documents(
 
     A document below ``min_length`` is dropped. One above ``max_length`` is dropped, cut off, or
     split in pieces of ``max_length``, of which the last is dropped if it is below ``min_length``.
-    The samples come in the order of the documents.
-
-    Args:
-        starts: Index of the first token of each document, ``[num_documents]``.
-        ends: Index after its last token, ``[num_documents]``.
-        max_length: The longest sample, in tokens.
-        min_length: The shortest sample, in tokens.
-        long_documents: For those above ``max_length``; ``"error"`` is the caller's business.
-        replaced_bytes: For the counts.
+    The samples come in the order of the documents, whose ``starts`` and ``ends`` are as those of
+    :class:`Pieces`. ``long_documents="error"`` is the caller's business.
     """
     lengths = ends - starts
     short, long = lengths < min_length, lengths > max_length

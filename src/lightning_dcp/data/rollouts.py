@@ -54,6 +54,7 @@ class SyntheticRollouts:
         return {
             "old_log_probs": torch.from_numpy(log_probs.astype(np.float32)),
             "advantages": torch.tensor(rng.standard_normal(), dtype=torch.float32),
+            # A share of the length, not a fixed one: short samples have targets, too.
             "loss_mask": torch.arange(length) >= int(self.prompt_share * length),
             # [length - 1, num_layers, topk]
             ROUTES: torch.from_numpy(order[..., : self.topk]).to(shape.dtype),

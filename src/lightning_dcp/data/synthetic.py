@@ -27,14 +27,8 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
     puts the vocabulary in a circle; three times in four the next token is the next one of the
     circle, otherwise one drawn with a preference for few tokens (position ``vocab_size * u ** 3``,
     ``u`` uniform). The loss of a model that knows the chain is near 1.9 at a vocabulary of 256,
-    against 5.5 for one that knows nothing.
-
-    Args:
-        lengths: Length of each sample in tokens, ``[num_samples]``.
-        vocab_size: Token ids are below it.
-        seed: Of the language and the samples.
-        stream: Samples of different streams of a seed are different, their language is the same.
-        rollouts: What each sample has beside its tokens.
+    against 5.5 for one that knows nothing. ``lengths`` are tokens of each sample,
+    ``[num_samples]``; the other options are those of :class:`SyntheticDataModule`.
     """
 
     def __init__(
@@ -48,6 +42,7 @@ class SyntheticTokens(Dataset[dict[str, Tensor]]):
     ) -> None:
         self.lengths = lengths
         self._rollouts = rollouts
+        # Without the stream: training and validation samples differ, their language is the same.
         self._circle = np.random.default_rng([seed, _LANGUAGE]).permutation(vocab_size)
         self._seed = (seed, stream)
 
@@ -142,27 +137,23 @@ class SyntheticDataModule(GlobalBatchDataModule):
         # Lightning sets up once for each stage: the lengths are the same, but would count twice.
         if self.train_set is not None:
             return
-        distribution = (
-            self._lengths if self._length_file is None else read_length_file(self._length_file)
-        )
-        for stream, num_batches in ((_TRAIN, self._num_batches), (_VAL, self._num_val_batches)):
-            rng = np.random.default_rng([self._seed, stream])
-            drawn = distribution.sample(num_batches * self.global_batch_size, rng)
-            lengths = np.clip(drawn, self._min_length, self.max_length)
-            self.num_clipped += int((lengths != drawn).sum())
-            tokens = SyntheticTokens(
-                lengths,
-                vocab_size=self.vocab_size,
-                seed=self._seed,
-                stream=stream,
-                rollouts=self._rollouts,
-            )
-            if stream == _TRAIN:
-                self.train_set = tokens
-            elif num_batches:
-                self.val_set = tokens
+        self.train_set = self._tokens(_TRAIN, self._num_batches)
+        if self._num_val_batches:
+            self.val_set = self._tokens(_VAL, self._num_val_batches)
         total = (self._num_batches + self._num_val_batches) * self.global_batch_size
         rank_zero_info(
             f"Synthetic data: {self.num_clipped:,} of {total:,} lengths were clipped to"
             f" [{self._min_length}, {self.max_length}]"
+        )
+
+    def _tokens(self, stream: int, num_batches: int) -> SyntheticTokens:
+        file, seed = self._length_file, self._seed
+        distribution = self._lengths if file is None else read_length_file(file)
+        # A generator a stream: more training batches leave the validation data as it is.
+        rng = np.random.default_rng([seed, stream])
+        drawn = distribution.sample(num_batches * self.global_batch_size, rng)
+        lengths = np.clip(drawn, self._min_length, self.max_length)
+        self.num_clipped += int((lengths != drawn).sum())
+        return SyntheticTokens(
+            lengths, vocab_size=self.vocab_size, seed=seed, stream=stream, rollouts=self._rollouts
         )

@@ -98,9 +98,8 @@ class TextDataModule(GlobalBatchDataModule):
         self._val_data = [] if val_data is None else _as_list("val_data", val_data)
         self._text_field = text_field
         self._tokenizer_directory = tokenizer
-        self._long_documents: LongDocuments = check_one_of(
-            "long_documents", long_documents, get_args(LongDocuments)
-        )
+        choices: tuple[LongDocuments, ...] = get_args(LongDocuments)
+        self._long_documents = check_one_of("long_documents", long_documents, choices)
         self._max_length = max_length
         self._val_fraction = val_fraction
         self._append_eos = append_eos
@@ -119,13 +118,9 @@ class TextDataModule(GlobalBatchDataModule):
         return self.tokenizer.vocab_size
 
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document of ``data``, before any is cut or left out; tokenises them first.
+        """Tokens of each document of ``data``, int64 ``[num_documents]``, before any is cut.
 
-        Returns:
-            int64, ``[num_documents]``.
-
-        Raises:
-            ValueError: What is wrong with the input.
+        Tokenises them first; raises a ValueError that says what is wrong with the input.
         """
         cache = self._load("data", retry=True)
         assert cache is not None
@@ -144,6 +139,7 @@ class TextDataModule(GlobalBatchDataModule):
     @override
     def setup(self, stage: str | None = None) -> None:
         before = (self.train_counts, self.val_counts)
+        # No rank reads input again that was found wrong: all raise what the first one found.
         cache = self._load("data", retry=False)
         val_cache = self._load("val_data", retry=False)
         assert cache is not None
@@ -151,8 +147,8 @@ class TextDataModule(GlobalBatchDataModule):
         held_out = np.asarray(cache.documents["hash"]) / 2.0**64 < self._val_fraction
         self.train_set, self.train_counts = self._samples("data", cache, ~held_out)
         if val_cache is not None:
-            everything = np.ones(len(val_cache.documents), dtype=bool)
-            self.val_set, self.val_counts = self._samples("val_data", val_cache, everything)
+            every = np.ones(len(val_cache.documents), dtype=bool)
+            self.val_set, self.val_counts = self._samples("val_data", val_cache, every)
         elif self._val_fraction:
             self.val_set, self.val_counts = self._samples("val_fraction", cache, held_out)
         if stage in (None, "fit") and self.train_counts.samples < self.global_batch_size:
@@ -209,14 +205,14 @@ class TextDataModule(GlobalBatchDataModule):
                 f" min_length={self._min_length}, max_length={self._max_length},"
                 f" long_documents={self._long_documents!r})"
             )
-        return TokenRanges(cache.tokens_file, cache.dtype, pieces), pieces.counts
+        return TokenRanges(cache, pieces), pieces.counts
 
 
 class TokenRanges(Dataset[dict[str, Tensor]]):
     """Samples as slices of a memory-mapped file of tokens: ``{"input_ids": int64, [length]}``."""
 
-    def __init__(self, tokens_file: Path, dtype: np.dtype, pieces: Pieces) -> None:
-        self._tokens_file, self._dtype = tokens_file, dtype
+    def __init__(self, cache: TokenCache, pieces: Pieces) -> None:
+        self._tokens_file, self._dtype = cache.tokens_file, cache.dtype
         self._starts, self._ends = pieces.starts, pieces.ends
         self.lengths = pieces.ends - pieces.starts
         self._tokens: NDArray[Any] | None = None
@@ -225,6 +221,7 @@ class TokenRanges(Dataset[dict[str, Tensor]]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        # Mapped on first use, in the process that reads: ranks and workers share the pages.
         if self._tokens is None:
             self._tokens = np.memmap(self._tokens_file, dtype=self._dtype, mode="r")
         tokens = self._tokens[self._starts[index] : self._ends[index]]

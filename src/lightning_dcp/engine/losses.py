@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dcp.model.moe import PackedTopKRouter
+from lightning_dcp.model.experts import PackedTopKRouter
 from lightning_dcp.model.mtp import MTPModel
 from lightning_dcp.packing import MicroBatch
 from lightning_dcp.parallel import ParallelContext

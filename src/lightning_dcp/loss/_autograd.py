@@ -35,11 +35,15 @@ class LossArguments:
     terms: LossTerms
     chunk_rows: int
 
-    def to_gradient_(self, gradient: RowGradient) -> Callable[[Chunk], None]:
-        """Overwrites the logits of a chunk, from what ``gradient`` has of all rows."""
-        return lambda chunk: logits_to_gradient_(
-            chunk, gradient.at(chunk.rows), self.terms, self.shard
-        )
+
+def apply(function: Any, hidden: Tensor, weight: Tensor, arguments: LossArguments) -> Any:
+    """``function``, one of the autograd functions, of the two differentiable inputs."""
+    if not torch.is_grad_enabled():
+        # needs_input_grad does not know of no_grad, and would have the gradients made.
+        hidden, weight = hidden.detach(), weight.detach()
+    # Products stay in the dtype of the inputs, where autocast would cut float32 down to 16 bits.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return function.apply(hidden, weight, arguments)
 
 
 class SummedLoss(torch.autograd.Function):
@@ -76,9 +80,7 @@ class SummedLoss(torch.autograd.Function):
         arguments: LossArguments = ctx.arguments
         rows = arguments.rows
         gradient = RowGradient(maxima, sums, rows.select(grad.to(sums.dtype).expand(rows.num_rows)))
-        return *input_gradients(
-            hidden, weight, arguments, ctx.needs_input_grad, arguments.to_gradient_(gradient)
-        ), None
+        return _from_row_gradient(ctx, hidden, weight, gradient)
 
 
 class RowLosses(torch.autograd.Function):
@@ -106,25 +108,32 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        arguments: LossArguments = ctx.arguments
         hidden, weight, maxima, sums, entropy = ctx.saved_tensors
         if grad_losses is None and grad_entropy is None:
             return None, None, None
-        select = arguments.rows.select
+        select = ctx.arguments.rows.select
         of_losses = torch.zeros_like(sums) if grad_losses is None else select(grad_losses)
         of_entropy = None if grad_entropy is None else select(grad_entropy)
         gradient = RowGradient(maxima, sums, of_losses, entropy, of_entropy)
-        return *input_gradients(
-            hidden, weight, arguments, ctx.needs_input_grad, arguments.to_gradient_(gradient)
-        ), None
+        return _from_row_gradient(ctx, hidden, weight, gradient)
+
+
+def _from_row_gradient(ctx: Any, hidden: Tensor, weight: Tensor, gradient: RowGradient) -> Any:
+    """What a backward pass gives, from what ``gradient`` has of all rows."""
+    arguments: LossArguments = ctx.arguments
+
+    def to_gradient_(chunk: Chunk) -> None:
+        logits_to_gradient_(chunk, gradient.at(chunk.rows), arguments.terms, arguments.shard)
+
+    needed = ctx.needs_input_grad
+    return *input_gradients(hidden, weight, arguments, needed, to_gradient_), None
 
 
 class _WeightGradient:
     """Adds up ``dlogits.T @ hidden`` of all chunks, in float32 for 16-bit inputs.
 
-    For these the float32 sum of the first half of the vocabulary lies in the memory of the result,
-    which is as large, and only the other half is extra. Of ``weight`` [local vocabulary, h] the
-    first ``size`` rows belong to the real vocabulary; the gradient of the others is zero.
+    Of ``weight`` [local vocabulary, h] the first ``size`` rows belong to the real vocabulary; the
+    gradient of the others is zero.
     """
 
     def __init__(self, weight: Tensor, size: int) -> None:
@@ -133,7 +142,8 @@ class _WeightGradient:
         if weight.dtype in (torch.float32, torch.float64):
             self._sums = None
             return
-        # Two 16-bit rows of the result hold one float32 row of the sum.
+        # The float32 sum of the vocabulary's first half lies in the memory of the result, of which
+        # two rows hold one of the sum: only the other half is extra memory.
         head = size // 2
         width = weight.shape[1]
         in_result = self._real.view(-1)[: 2 * head * width].view(torch.float32).view(head, width)
@@ -203,6 +213,7 @@ def input_gradients(
     to_gradient_: Callable[[Chunk], None],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both inputs' gradients in a pass of its own; ``to_gradient_`` overwrites a chunk's logits."""
+    # Autograd runs backward passes under whatever autocast their caller has.
     with torch.autocast(hidden.device.type, enabled=False):
         gradients = _Gradients(hidden, weight, arguments, needed)
         for chunk in logit_chunks(hidden, weight, arguments):
@@ -212,6 +223,7 @@ def input_gradients(
 
 
 def logit_chunks(hidden: Tensor, weight: Tensor, arguments: LossArguments) -> Iterator[Chunk]:
+    # The padded vocabulary's last rows never count: their logits are not even made.
     rows, real = arguments.rows, weight[: arguments.shard.size]
     # One buffer for all chunks: the next one's, made anew, would lie beside this one's.
     buffer = hidden.new_empty(min(arguments.chunk_rows, len(rows)), len(real))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dcp.loss._autograd import LossArguments, RowLosses, SummedLoss
+from lightning_dcp.config.checks import check_at_least, check_not_negative
+from lightning_dcp.loss._autograd import LossArguments, RowLosses, SummedLoss, apply
 from lightning_dcp.loss._rows import target_rows
 from lightning_dcp.loss._shard import make_shard
 from lightning_dcp.loss._softmax import LossTerms, statistics_dtype
@@ -124,27 +124,19 @@ def linear_cross_entropy(
     )
     terms = LossTerms(label_smoothing, z_loss, return_entropy)
     arguments = LossArguments(rows, shard, terms, rows_of_chunk(hidden, chunk_rows))
-    if not torch.is_grad_enabled():
-        # needs_input_grad does not know of no_grad, and would have the gradients made.
-        hidden, weight = hidden.detach(), weight.detach()
-    with torch.autocast(hidden.device.type, enabled=False):
-        if reduction == "sum":
-            return cast(Tensor, SummedLoss.apply(hidden, weight, arguments))
-        losses, entropy = RowLosses.apply(hidden, weight, arguments)
+    if reduction == "sum":
+        return cast(Tensor, apply(SummedLoss, hidden, weight, arguments))
+    losses, entropy = apply(RowLosses, hidden, weight, arguments)
     return (losses, entropy) if return_entropy else losses
 
 
 def rows_of_chunk(hidden: Tensor, chunk_rows: int | None) -> int:
-    """``chunk_rows``; by default from what is the same on all tensor-parallel ranks only.
-
-    Plain cross-entropy holds three times ``rows`` logits (themselves, log-softmax, gradient); the
-    weight's gradient in float32 is ``h`` wide, and is read and written once a chunk.
-    """
+    """``chunk_rows``; by default from what is the same on all tensor-parallel ranks only."""
     if chunk_rows is not None:
-        if chunk_rows < 1:
-            raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
-        return chunk_rows
+        return check_at_least("chunk_rows", chunk_rows)
     rows, width = hidden.shape
+    # Plain cross-entropy holds three times `rows` logits (themselves, log-softmax, gradient); the
+    # weight's gradient in float32 is `width` wide, and is read and written once a chunk.
     wanted = max(rows * hidden.element_size() // 64, width // 4)
     return min(max(wanted, _MIN_CHUNK_ROWS), _MAX_CHUNK_ROWS)
 
@@ -187,7 +179,6 @@ def _check_options(
         )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing is {label_smoothing}: it must be in [0, 1)")
-    if not (z_loss >= 0 and math.isfinite(z_loss)):
-        raise ValueError(f"z_loss is {z_loss}: it must be finite and not negative")
+    check_not_negative(z_loss=z_loss)
     if return_entropy and reduction != "none":
         raise ValueError("return_entropy=True needs reduction='none'")

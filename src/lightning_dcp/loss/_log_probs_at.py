@@ -10,9 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_dcp.loss._autograd import LossArguments, input_gradients, logit_chunks, per_row
+from lightning_dcp.loss._autograd import (
+    LossArguments,
+    apply,
+    input_gradients,
+    logit_chunks,
+    per_row,
+)
 from lightning_dcp.loss._linear_cross_entropy import check_tensors, rows_of_chunk
-from lightning_dcp.loss._rows import IGNORE_INDEX, target_rows
+from lightning_dcp.loss._rows import IGNORE_INDEX, first_bad, target_rows
 from lightning_dcp.loss._shard import VocabShard, make_shard
 from lightning_dcp.loss._softmax import Chunk, LossTerms, row_statistics, statistics_dtype
 
@@ -62,12 +68,9 @@ def linear_log_probs_at(
         dtype=statistics_dtype(hidden.dtype),
     )
     ids = ids if rows.index is None else ids[rows.index]
-    terms = LossTerms(label_smoothing=0.0, z_loss=0.0, entropy=False)
-    arguments = _ArgumentsWithIds(rows, shard, terms, rows_of_chunk(hidden, chunk_rows), ids)
-    if not torch.is_grad_enabled():
-        hidden, weight = hidden.detach(), weight.detach()
-    with torch.autocast(hidden.device.type, enabled=False):
-        return cast(Tensor, _LogProbsAt.apply(hidden, weight, arguments))
+    chunk_size = rows_of_chunk(hidden, chunk_rows)
+    arguments = _ArgumentsWithIds(rows, shard, LossTerms(), chunk_size, ids)
+    return cast(Tensor, apply(_LogProbsAt, hidden, weight, arguments))
 
 
 def _checked_ids(ids: Tensor, counts: Tensor | None, vocab_size: int) -> Tensor:
@@ -76,10 +79,7 @@ def _checked_ids(ids: Tensor, counts: Tensor | None, vocab_size: int) -> Tensor:
         ids = ids.masked_fill(~counts[:, None], 0)
     bad = (ids < 0) | (ids >= vocab_size)
     what = f"outside the vocabulary (0 to {vocab_size - 1})"
-    if ids.device.type != "cpu":
-        torch._assert_async(~bad.any(), f"ids: an id is {what}")
-    elif bool(bad.any()):
-        row, column = (int(where) for where in bad.nonzero()[0])
+    for row, column in first_bad(bad, f"ids: an id is {what}"):
         raise ValueError(f"ids[{row}, {column}] is {int(ids[row, column])}, {what}")
     return ids
 
@@ -98,6 +98,7 @@ class _LogProbsAt(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, arguments: _ArgumentsWithIds) -> Tensor:
         maxima, sums = per_row(2, hidden, arguments)
         found = maxima.new_empty(len(arguments.rows), arguments.ids.shape[1])
+        # Two collectives a chunk, in this order on every rank; chunks are as many on all of them.
         for chunk in logit_chunks(hidden, weight, arguments):
             at = chunk.rows
             logits = _logits_at(chunk, arguments.ids[at], arguments.shard)
@@ -125,7 +126,7 @@ class _LogProbsAt(torch.autograd.Function):
 
 
 def _logits_at(chunk: Chunk, ids: Tensor, shard: VocabShard) -> Tensor:
-    """Logits after temperature at ``ids`` [R, k], of whichever rank has them."""
+    """Logits after temperature at ``ids`` [R, k], of whichever rank has them; a collective."""
     dtype = statistics_dtype(chunk.logits.dtype)
     if shard.size == 0:
         # A rank of padding alone: it takes part in the sum all the same.
@@ -146,6 +147,7 @@ def _logits_to_gradient_(
         return
     inverse = chunk.inverse_temperature
     grad = grad if inverse is None else grad * inverse[:, None]
+    # Of all k ids, those of other ranks too: the softmax is over the whole vocabulary.
     factor = (-grad.sum(1) / sum_exp)[:, None]
     column, inside = arguments.shard.columns(arguments.ids[chunk.rows])
     grad = torch.where(inside, grad, 0)

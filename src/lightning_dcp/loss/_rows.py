@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lightning_dcp.config.checks import check_above_zero
 
 IGNORE_INDEX = -100
 
@@ -14,10 +15,6 @@ IGNORE_INDEX = -100
 @dataclass(frozen=True)
 class TargetRows:
     """The rows that count.
-
-    On the CPU only these are computed (``index``). On a GPU their number would have to travel to
-    the host, so every row is computed, the others with zeros for hidden states (``valid``), and
-    their results are selected away.
 
     Attributes:
         num_rows: Rows of the caller's tensors.
@@ -86,7 +83,9 @@ def target_rows(
     inverse = _inverse_temperature(temperature, valid, dtype)
     num_rows = labels.shape[0]
     if not _may_synchronise(labels):
-        # Some id that exists: all rows are computed, and look their target up.
+        # The number of rows that count would have to travel to the host. So every row is computed,
+        # the others with zeros for hidden states and some id that exists as their target, and
+        # their results are selected away.
         return TargetRows(num_rows, torch.where(valid, labels, 0), inverse, None, valid)
     # Nothing to pick: hidden states are then read as they lie, without a copy.
     if bool(valid.all()):
@@ -108,24 +107,30 @@ def check_labels(labels: Tensor, *, vocab_size: int, loss_mask: Tensor | None = 
     """
     bad = _valid_rows(labels, loss_mask) & ((labels < 0) | (labels >= vocab_size))
     what = f"outside the vocabulary (0 to {vocab_size - 1}) and not {IGNORE_INDEX} (ignored)"
-    if labels.device.type != "cpu":
-        torch._assert_async(~bad.any(), f"labels: a label is {what}")
-    elif bool(bad.any()):
-        row = int(bad.nonzero()[0])
+    for (row,) in first_bad(bad, f"labels: a label is {what}"):
         raise ValueError(
             f"labels[{row}] is {int(labels[row])}, {what}; {int(bad.sum())} of {labels.numel()} "
             f"labels are. Set rows without a target to {IGNORE_INDEX}"
         )
 
 
+def first_bad(bad: Tensor, message: str) -> list[list[int]]:
+    """The first index at which ``bad`` holds, if any; none on a GPU, where ``message`` is asserted.
+
+    The host would wait for an answer from there, at every micro-batch.
+    """
+    if bad.device.type != "cpu":
+        torch._assert_async(~bad.any(), message)
+        return []
+    # any() first: the indices of a mask without True cost a second pass.
+    return bad.nonzero()[:1].tolist() if bool(bad.any()) else []
+
+
 def _check_mask(loss_mask: Tensor | None) -> None:
     if loss_mask is None or loss_mask.dtype == torch.bool:
         return
     bad = (loss_mask != 0) & (loss_mask != 1)
-    if loss_mask.device.type != "cpu":
-        torch._assert_async(~bad.any(), "loss_mask: a value is neither 0 nor 1")
-    elif bool(bad.any()):
-        row = int(bad.nonzero()[0])
+    for (row,) in first_bad(bad, "loss_mask: a value is neither 0 nor 1"):
         raise ValueError(
             f"loss_mask[{row}] is {float(loss_mask[row])}: a mask holds 0 and 1 only. Multiply the "
             f"losses of reduction='none' by other weights"
@@ -148,18 +153,15 @@ def _inverse_temperature(
     if temperature is None:
         return None
     if not isinstance(temperature, Tensor):
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature is {temperature}: it must be finite and above 0")
+        check_above_zero(temperature=temperature)
         if temperature == 1:
             return None
         return torch.tensor([1 / temperature], dtype=dtype).to(valid.device)
     # Rows without a target may hold anything, zeros of a padded batch for one.
     temperature = torch.where(valid, temperature.to(dtype), 1)
-    fine = (temperature > 0) & temperature.isfinite()
-    if valid.device.type != "cpu":
-        torch._assert_async(fine.all(), "temperature: a value is not finite and above 0")
-    elif not bool(fine.all()):
-        row = int((~fine).nonzero()[0])
+    # Not "<= 0", which lets NaN pass.
+    bad = ~((temperature > 0) & temperature.isfinite())
+    for (row,) in first_bad(bad, "temperature: a value is not finite and above 0"):
         raise ValueError(
             f"temperature[{row}] is {float(temperature[row])}: every row with a target needs a "
             f"finite temperature above 0"

@@ -24,9 +24,9 @@ _BLOCKS = 16
 class LossTerms:
     """What is added to the plain cross-entropy, and what else is wanted of a row."""
 
-    label_smoothing: float
-    z_loss: float
-    entropy: bool
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    entropy: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Results over the whole vocabulary, each [R]; logits are those after temperature.
-
-    The maximum and the sum of exponentials relative to it stay apart: their log-sum-exp would lose
-    the digits of the sum where logits are large.
-    """
+    """Results over the whole vocabulary, each [R]; logits are those after temperature."""
 
     maximum: Tensor
+    # Relative to the maximum, and apart from it: their log-sum-exp would lose the digits of the sum
+    # where logits are large.
     sum_exp: Tensor
     loss: Tensor
     entropy: Tensor | None
@@ -114,10 +112,8 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_statistics(chunk: Chunk, terms: LossTerms, shard: VocabShard) -> RowStatistics:
-    """Loss and entropy of every row, reduced over the tensor-parallel group.
-
-    One collective: each rank sends its own maximum along with sums relative to it.
-    """
+    """Loss and entropy of every row, reduced over the tensor-parallel group."""
+    # One collective a chunk: each rank sends its own maximum along with sums relative to it.
     sums = [_exponentials(block, terms, shard)[1] for _, block in chunk.blocks()]
     return _combine(shard.gather(torch.cat(sums, 1)), terms, shard)
 
@@ -143,10 +139,7 @@ def logits_to_gradient_(
 def statistics_and_gradient_(
     chunk: Chunk, grad_loss: Tensor, terms: LossTerms, shard: VocabShard
 ) -> RowStatistics:
-    """:func:`row_statistics` and :func:`logits_to_gradient_` for losses with ``grad_loss`` [R].
-
-    Where this rank has the whole vocabulary both are made of the same exponentials.
-    """
+    """:func:`row_statistics` and :func:`logits_to_gradient_` for losses with ``grad_loss`` [R]."""
     # The gradient needs the sums of the other ranks: the exponentials are made again after.
     if shard.group is not None:
         found = row_statistics(chunk, terms, shard)
@@ -154,6 +147,7 @@ def statistics_and_gradient_(
         logits_to_gradient_(chunk, gradient, terms, shard)
         return found
     blocks = []
+    # With the whole vocabulary here, both are made of the same exponentials.
     for at, block in chunk.blocks():
         exponentials, sums = _exponentials(block, terms, shard)
         found = _combine(sums.unsqueeze(0), terms, shard)

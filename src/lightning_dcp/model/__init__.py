@@ -2,23 +2,15 @@
 
 # First, for its side effect: Megatron-Core's notices at import stay away.
 from lightning_dcp import _megatron as _megatron
-from lightning_dcp.config.model import ModelConfig, Recompute
-from lightning_dcp.config.moe import MoEConfig
-from lightning_dcp.model.build import build_gpt_model, build_model, model_chunks
-from lightning_dcp.model.forward import HiddenStates, hidden_states, stage_output, whole_logits
-from lightning_dcp.model.router_replay import check_routers, gather_recorded
-
-__all__ = [
-    "HiddenStates",
-    "MoEConfig",
-    "ModelConfig",
-    "Recompute",
-    "build_gpt_model",
-    "build_model",
-    "check_routers",
-    "gather_recorded",
-    "hidden_states",
-    "model_chunks",
-    "stage_output",
-    "whole_logits",
-]
+from lightning_dcp.config.model import ModelConfig as ModelConfig
+from lightning_dcp.config.model import Recompute as Recompute
+from lightning_dcp.config.moe import MoEConfig as MoEConfig
+from lightning_dcp.model.build import build_gpt_model as build_gpt_model
+from lightning_dcp.model.build import build_model as build_model
+from lightning_dcp.model.build import model_chunks as model_chunks
+from lightning_dcp.model.forward import HiddenStates as HiddenStates
+from lightning_dcp.model.forward import hidden_states as hidden_states
+from lightning_dcp.model.forward import stage_output as stage_output
+from lightning_dcp.model.forward import whole_logits as whole_logits
+from lightning_dcp.model.router_replay import check_routers as check_routers
+from lightning_dcp.model.router_replay import gather_recorded as gather_recorded

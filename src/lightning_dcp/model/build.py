@@ -20,10 +20,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_dcp.config.model import ModelConfig, Recompute
 from lightning_dcp.model.attention.backends import AttentionBackend, choose_backend
+from lightning_dcp.model.experts import PackedMoELayer, PackedTopKRouter
 from lightning_dcp.model.global_names import initialize, mark_whole_experts
 from lightning_dcp.model.layers import put_value_head
 from lightning_dcp.model.megatron_config import transformer_config
-from lightning_dcp.model.moe import PackedMoELayer, PackedTopKRouter
 from lightning_dcp.model.mtp import MTPModel, mtp_block
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 

@@ -11,13 +11,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Torch's RMSNorm with the face of Megatron-Core's norms.
+    """Torch's RMSNorm with the face of Megatron-Core's norms."""
 
-    Megatron-Core's own wrapper of torch's norms refuses sequence parallelism. There each
-    tensor-parallel rank norms its slice of the rows, so that the weight's gradient is a partial sum
-    on each: the mark on the weight makes ``finalize_model_grads`` add them up.
-    """
-
+    # Megatron-Core's own wrapper of torch's norms refuses sequence parallelism. There each
+    # tensor-parallel rank norms its slice of the rows, so that the weight's gradient is a partial
+    # sum on each: the mark on the weight makes `finalize_model_grads` add them up.
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> None:
@@ -29,10 +27,6 @@ class RMSNorm(torch.nn.RMSNorm):
 class ValueHead(MegatronModule):
     """The weight of a linear layer from the last hidden states to one number, instead of logits.
 
-    All tensor-parallel ranks hold all of it and apply it to whole rows: under sequence parallelism
-    the rows are gathered before (``hidden_states`` does), so that its gradient is complete on every
-    rank and must not be marked to be summed over them.
-
     Attributes:
         weight: ``[1, hidden_size]``.
         sequence_parallel: Whether the hidden states come cut over the tensor-parallel ranks.
@@ -43,6 +37,9 @@ class ValueHead(MegatronModule):
         super().__init__(config)
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
+        # All tensor-parallel ranks hold all of it and apply it to whole rows: under sequence
+        # parallelism `hidden_states` gathers them before. Its gradient is then complete on every
+        # rank, and must not be marked to be summed over them.
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
             torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device)

@@ -27,11 +27,8 @@ def transformer_config(
     Raises:
         ValueError: Multi-token prediction with a recomputation that Megatron-Core lacks for it.
     """
+    check_mtp_recompute(config, recompute)
     options = recompute.megatron_options() | _pipeline_options(sizes, dtype)
-    if config.mtp_num_layers:
-        check_mtp_recompute(config, recompute)
-        options["mtp_num_layers"] = config.mtp_num_layers
-        options["mtp_loss_scaling_factor"] = config.mtp_loss_scaling_factor
     if config.moe is not None:
         options |= config.moe.megatron_options(config.ffn_width, grouped_gemm=fused)
     if fp8 is not None:
@@ -50,6 +47,9 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        # None, not 0: by that the block of layers knows whether it ends in the norm.
+        mtp_num_layers=config.mtp_num_layers or None,
+        mtp_loss_scaling_factor=config.mtp_loss_scaling_factor,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=config.init_method_std,

@@ -4,11 +4,6 @@ R2 replays what a log-probability pass of the same weights chose, R3 what the en
 sampled the tokens. Either way a token's gradient goes through the experts that made its old
 log-probability, so that the ratio of the two is not noise of a router that changed its mind.
 The names are those of verl's documentation.
-
-Megatron-Core keeps the replay objects of all routers ever made in one list of the process, and sets
-their targets by position in it: after a second model was built they are those of the first, which
-the list keeps alive. Here a router owns its own, which leaves with the model, and takes routes from
-the micro-batch at hand.
 """
 
 from __future__ import annotations
@@ -40,6 +35,10 @@ class PackedRouterReplay(RouterReplay):
     @classmethod
     def in_place_of(cls, replay: RouterReplay) -> Self:
         """A router's own in place of Megatron-Core's; both leave the list of the process."""
+        # Megatron-Core keeps the replay objects of all routers ever made in that list, and sets
+        # their targets by position in it: after a second model was built they are those of the
+        # first, which the list keeps alive. Ours leaves with its router, and takes routes from the
+        # micro-batch at hand.
         own = cls()
         for listed in (replay, own):
             RouterReplay.global_router_replay_instances.remove(listed)
@@ -66,6 +65,7 @@ class PackedRouterReplay(RouterReplay):
     ) -> tuple[Tensor, Tensor]:
         """Scores and experts of each row, ``[rows, top-k]``: replayed ones where there are any."""
         assert default_compute_topk is not None
+        # The router's own choice is needed in any case: for rows without a route.
         values, experts = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.target_topk_idx is not None and self.has_route is not None:
             experts = torch.where(self.has_route[:, None], self.target_topk_idx, experts)
@@ -139,6 +139,7 @@ def gather_recorded(
     )
     for layer, experts in routes.recorded.items():
         own[:, layer] = experts
+    # First over TP, then over the pipeline: every rank of both groups comes by here alike.
     as_bytes = own.view(torch.uint8)
     if tp_size > 1:
         parts = [torch.empty_like(as_bytes) for _ in range(tp_size)]

@@ -8,7 +8,8 @@ from typing import Literal, override
 import torch
 from torch import Tensor
 
-from lightning_dcp.objectives.base import Extra, Objective, check_above_zero
+from lightning_dcp.config.checks import check_above_zero, check_one_of
+from lightning_dcp.objectives.objective import Extra, Objective
 from lightning_dcp.objectives.target_outputs import TargetOutputs
 from lightning_dcp.packing import GlobalBatch, Jagged, MicroBatch
 
@@ -41,10 +42,7 @@ class TopKDistillation(Objective):
 
     def __post_init__(self) -> None:
         check_above_zero(temperature=self.temperature)
-        if self.teacher_values not in ("logits", "log_probs"):
-            raise ValueError(
-                f"teacher_values={self.teacher_values!r} is neither 'logits' nor 'log_probs'."
-            )
+        check_one_of("teacher_values", self.teacher_values, ("logits", "log_probs"))
         if self.teacher_values == "log_probs" and self.temperature != 1:
             raise ValueError(
                 f"temperature={self.temperature} needs teacher_values='logits': log-probabilities "
@@ -72,6 +70,7 @@ class TopKDistillation(Objective):
     def __call__(self, outputs: TargetOutputs, micro_batch: MicroBatch) -> Tensor:
         extras = micro_batch.target_extras
         student = outputs.log_probs_at(extras[self.ids], temperature=self.temperature)
+        # float32, as the student's: files may hold 16 bits, whose softmax has three digits.
         teacher = extras[self.values].to(student.dtype)
         if self.teacher_values == "logits":
             teacher = (teacher / self.temperature).log_softmax(1)

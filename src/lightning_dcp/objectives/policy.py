@@ -8,7 +8,8 @@ from typing import override
 import torch
 from torch import Tensor
 
-from lightning_dcp.objectives.base import Extra, Objective, check_above_zero, check_not_negative
+from lightning_dcp.config.checks import check_above_zero, check_not_negative
+from lightning_dcp.objectives.objective import Extra, Objective
 from lightning_dcp.objectives.target_outputs import TargetOutputs
 from lightning_dcp.packing import MicroBatch
 
@@ -69,6 +70,7 @@ class PolicyLoss(Objective):
     def __call__(self, outputs: TargetOutputs, micro_batch: MicroBatch) -> Tensor:
         extras = micro_batch.target_extras
         entropies: Tensor | None = None
+        # Only when asked for: the entropy's gradient costs a pass over the logits.
         if self.entropy_coefficient:
             log_probs, entropies = outputs.log_probs_and_entropies(temperature=self.temperature)
         else:
@@ -77,6 +79,7 @@ class PolicyLoss(Objective):
         ratio = (log_probs - extras[self.old_log_probs]).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         advantages = extras[self.advantages]
+        # The smaller of the two: clipping never makes an update look better than it is.
         losses = -torch.minimum(ratio * advantages, clipped * advantages)
         if self.kl_coefficient:
             apart = extras[self.ref_log_probs] - log_probs

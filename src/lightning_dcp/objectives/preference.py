@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_dcp.objectives.base import Extra, Objective, check_above_zero, check_not_negative
+from lightning_dcp.config.checks import check_above_zero, check_not_negative, check_one_of
+from lightning_dcp.objectives.objective import Extra, Objective
 from lightning_dcp.objectives.sequences import once_per_group, sequence_means, sequence_sums
 from lightning_dcp.objectives.target_outputs import TargetOutputs
 from lightning_dcp.packing import GlobalBatch, MicroBatch
@@ -61,10 +62,7 @@ class DPO(Objective):
                 f"label_smoothing={self.label_smoothing} must be below 0.5: from there on the "
                 "rejected sample would be preferred."
             )
-        if self.reference_per not in ("token", "sample"):
-            raise ValueError(
-                f"reference_per={self.reference_per!r} is neither 'token' nor 'sample'."
-            )
+        check_one_of("reference_per", self.reference_per, ("token", "sample"))
 
     @property
     @override
@@ -88,11 +86,11 @@ class DPO(Objective):
         ids, chosen = batch.extras[self.pair_id], batch.extras[self.is_chosen]
         assert isinstance(ids, Tensor)
         assert isinstance(chosen, Tensor)
+        # On a device the check would wait for it at every step, as that of tokens would.
         if ids.device.type == chosen.device.type == "cpu":
             self._check_pairs(ids.numpy(), chosen.numpy())
 
     def _check_pairs(self, ids: np.ndarray, chosen: np.ndarray) -> None:
-        """Two samples a pair, one of them chosen; ids on a device are left unchecked, as tokens."""
         pairs, pair_of, sizes = np.unique(ids, return_inverse=True, return_counts=True)
         num_chosen = np.bincount(pair_of, weights=chosen)
         for pair in np.flatnonzero(sizes != 2)[:1]:
@@ -123,6 +121,7 @@ class DPO(Objective):
             ratios = ratios - micro_batch.extras[self.reference_log_probs]
         chosen, rejected = self._pairs(micro_batch)
         margins = self.beta * (ratios[chosen] - ratios[rejected])
+        # logsigmoid: the sigmoid of a large negative margin is 0, and its logarithm no number.
         losses = -(1 - self.label_smoothing) * F.logsigmoid(margins)
         losses = losses - self.label_smoothing * F.logsigmoid(-margins)
         return once_per_group(losses.sum(), micro_batch)
@@ -130,6 +129,7 @@ class DPO(Objective):
     @override
     def count(self, micro_batch: MicroBatch) -> Tensor:
         """The pairs of the micro-batch, on the first rank of its CP group."""
+        # All ranks of a CP group hold the same pairs: counted by one, as the loss is.
         num_pairs = len(micro_batch.sample_ids) // 2 if micro_batch.is_group_leader else 0
         return torch.full_like(micro_batch.num_tokens, num_pairs)
 

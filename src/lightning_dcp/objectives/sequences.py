@@ -25,7 +25,7 @@ def sequence_sums(values: Tensor, micro_batch: MicroBatch) -> Tensor:
 
     Returns:
         ``[sequences of the pack]`` float64, the same on every rank of the group; 0 for a sequence
-        without a target. In float64, since differences of such sums are what losses are made of.
+        without a target.
     """
     return _reduce(values, micro_batch)[0]
 
@@ -55,12 +55,13 @@ def _reduce(values: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         )
     layout, is_target = micro_batch.layout, micro_batch.loss_mask
     sequence = torch.from_numpy(layout.sequence_of_row).to(values.device, non_blocking=True)
-    # Selected, not multiplied: elsewhere values may be NaN. Both sums in one collective.
+    # Selected, not multiplied: elsewhere values may be NaN. Both sums in one collective, and in
+    # float64, since differences of such sums are what losses are made of.
     rows = torch.stack((torch.where(is_target, values.double(), 0), is_target.double()))
     local = rows.new_zeros(2, len(layout.lengths)).index_add(1, sequence, rows)
     whole = local
     if micro_batch.local_cp_size > 1:
-        group = micro_batch.packed_seq_params.cp_group
+        group = getattr(micro_batch.packed_seq_params, "cp_group", None)
         if group is None:
             raise ValueError(
                 f"The micro-batch is cut for a CP group of {micro_batch.local_cp_size} ranks that "
@@ -73,11 +74,9 @@ def _reduce(values: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 class _AllReduce(torch.autograd.Function):
-    """Sum over the group. All ranks' losses depend on it, so that their gradients are summed too.
+    """Sum over the group; all ranks' losses depend on it, so that their gradients are summed."""
 
-    (torch.distributed.nn has the same and is deprecated.)
-    """
-
+    # torch.distributed.nn has the same and is deprecated.
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

@@ -7,7 +7,8 @@ from typing import override
 
 from torch import Tensor
 
-from lightning_dcp.objectives.base import Extra, Objective, check_not_negative
+from lightning_dcp.config.checks import check_not_negative
+from lightning_dcp.objectives.objective import Extra, Objective
 from lightning_dcp.objectives.target_outputs import TargetOutputs
 from lightning_dcp.packing import MicroBatch
 
@@ -50,9 +51,8 @@ class SFT(Objective):
     @property
     @override
     def extras(self) -> tuple[Extra, ...]:
-        of_sample = [Extra(key, of="sample") for key in (self.sample_weight,) if key]
-        of_token = [Extra(key, of="token") for key in (self.token_weight,) if key]
-        return (*of_sample, *of_token)
+        of_sample = (Extra(self.sample_weight, of="sample"),) if self.sample_weight else ()
+        return (*of_sample, Extra(self.token_weight)) if self.token_weight else of_sample
 
     @override
     def __call__(self, outputs: TargetOutputs, micro_batch: MicroBatch) -> Tensor:

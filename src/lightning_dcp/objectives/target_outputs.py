@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any, cast, override
 
 import torch
 import torch.distributed as dist
@@ -61,13 +61,11 @@ class FusedOutputs(TargetOutputs):
 
     @override
     def loss_sum(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-        total: Tensor = self._cross_entropy(label_smoothing=label_smoothing, z_loss=z_loss)
-        return total
+        return cast(Tensor, self._cross_entropy(label_smoothing=label_smoothing, z_loss=z_loss))
 
     @override
     def log_probs(self, *, temperature: Temperature = 1.0) -> Tensor:
-        losses: Tensor = self._cross_entropy(reduction="none", temperature=temperature)
-        return -losses
+        return -cast(Tensor, self._cross_entropy(reduction="none", temperature=temperature))
 
     @override
     def log_probs_and_entropies(self, *, temperature: Temperature = 1.0) -> tuple[Tensor, Tensor]:
@@ -78,25 +76,17 @@ class FusedOutputs(TargetOutputs):
 
     @override
     def log_probs_at(self, ids: Tensor, *, temperature: Temperature = 1.0) -> Tensor:
-        return linear_log_probs_at(
-            self.hidden,
-            self.weight,
-            ids,
-            loss_mask=self.labels != IGNORE_INDEX,
-            temperature=temperature,
-            tp_group=self.tp_group,
-            vocab_size=self.vocab_size,
-        )
+        # By mask: ids of rows without a target may be anything.
+        options: Any = {"loss_mask": self.labels != IGNORE_INDEX, "temperature": temperature}
+        return linear_log_probs_at(self.hidden, self.weight, ids, **options, **self._vocabulary)
 
     def _cross_entropy(self, **options: Any) -> Any:
-        return linear_cross_entropy(
-            self.hidden,
-            self.weight,
-            self.labels,
-            tp_group=self.tp_group,
-            vocab_size=self.vocab_size,
-            **options,
-        )
+        options |= self._vocabulary
+        return linear_cross_entropy(self.hidden, self.weight, self.labels, **options)
+
+    @property
+    def _vocabulary(self) -> dict[str, Any]:
+        return {"tp_group": self.tp_group, "vocab_size": self.vocab_size}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +134,12 @@ class LogitsOutputs(TargetOutputs):
         return logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
     def _at_labels(self, log_probs: Tensor) -> Tensor:
+        # IGNORE_INDEX is no column; what it reads instead is selected away.
         labels = self.labels.where(self.labels != IGNORE_INDEX, 0)
         return log_probs.gather(1, labels[:, None])[:, 0]
 
     def _targets_only(self, values: Tensor) -> Tensor:
+        # Selected, not multiplied: 0 * NaN is NaN.
         return torch.where(self.labels != IGNORE_INDEX, values, 0)
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal, override
 import torch
 from torch import Tensor
 
-from lightning_dcp.objectives.base import Extra, Objective, check_above_zero
+from lightning_dcp.config.checks import check_above_zero
+from lightning_dcp.objectives.objective import Extra, Objective
 from lightning_dcp.objectives.target_outputs import ValueOutputs
 from lightning_dcp.packing import MicroBatch
 

@@ -14,20 +14,18 @@ tokens and one of 5, on 2 ranks (``.`` is padding)::
 A token attends to all before it, so that late chunks cost more: an early and a late one each give
 all ranks the same work. What lies in one chunk lies together in memory (a *run* below); the token
 after a chunk is another rank's, or lies elsewhere on this one.
-
-Rows that fill up a pack to a length or bucket lengthen the padding of its last sequence: nothing
-that works on sequences, such as attention, rope or a roll of labels, sees anything new.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.padding import TIGHT, PackPadding, row_alignment
 
 
@@ -71,8 +69,7 @@ class PackLayout:
         if array.min() < 1:
             where = int(array.argmin())
             raise ValueError(f"Sequence {where} of the pack has length {array[where]}.")
-        if tp_size < 1:
-            raise ValueError(f"tp_size must be at least 1, found {tp_size}.")
+        check_at_least("tp_size", tp_size)
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, found {cp_rank}.")
         layout = cls(tuple(array.tolist()), cp_size, cp_rank, tp_size, padding)
@@ -101,8 +98,9 @@ class PackLayout:
             return self._lengths
         padded = -(-self._lengths // align) * align
         if not self.padding.is_tight:
-            # The last sequence takes all of it: a sequence of padding alone would be one more for
-            # attention, and would have no real token to attend from.
+            # The last sequence takes all of it: nothing that works on sequences, such as attention,
+            # rope or a roll of labels, sees anything new. A sequence of padding alone would be one
+            # more for attention, and would have no real token to attend from.
             rows = int(padded.sum()) // self.cp_size
             filled = self.padding.pack_rows(rows, self.cp_size, self.tp_size)
             padded[-1] += (filled - rows) * self.cp_size
@@ -214,17 +212,15 @@ class PackLayout:
         ``gathered[gather_index]`` is the pack in token order, where ``gathered`` holds the rows of
         CP rank 0, then those of rank 1, and so on.
         """
-        sequence = np.repeat(np.arange(len(self.lengths)), self.padded_lengths)
-        position = np.arange(len(sequence)) - self.cu_seqlens_padded[sequence]
+        rows = np.arange(self.cp_size * self.num_rows)
         if self.cp_size == 1:
-            return np.arange(len(sequence))
-        size = (self.padded_lengths // (2 * self.cp_size))[sequence]
-        chunk = position // size
-        is_second = chunk >= self.cp_size
-        rank = np.where(is_second, 2 * self.cp_size - 1 - chunk, chunk)
-        # On a rank a sequence is its early chunk, then its late one.
-        local = self.row_starts[sequence] + position % size + is_second * size
-        return rank * self.num_rows + local
+            return rows
+        starts = self.cu_seqlens_padded[self.sequence_of_row]
+        # The inverse of where each rank's rows lie: so the zigzag is drawn in `runs` alone.
+        ranks = (replace(self, cp_rank=rank).positions for rank in range(self.cp_size))
+        index = np.empty_like(rows)
+        index[np.concatenate([starts + positions for positions in ranks])] = rows
+        return index
 
 
 def _boundaries(lengths: NDArray[np.int64]) -> NDArray[np.int32]:

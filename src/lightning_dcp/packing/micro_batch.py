@@ -3,40 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dcp.packing.layout import PackLayout
-
-
-@dataclass
-class PackedSequences:
-    """The boundaries of a packed micro-batch, field for field as Megatron-Core names them.
-
-    Boundaries are in tokens over the whole CP group, never cut; ``cp_group`` is filled in where the
-    micro-batch meets the process groups.
-    """
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
-    cu_seqlens_q_padded: Tensor
-    cu_seqlens_kv_padded: Tensor
-    max_seqlen_q: int
-    max_seqlen_kv: int
-    local_cp_size: int
-    qkv_format: str = "thd"
-    cp_group: Any = None
-
-    @classmethod
-    def of(cls, layout: PackLayout, device: torch.device) -> Self:
-        """Those of a layout, without a group, on a device."""
-        real = torch.from_numpy(layout.cu_seqlens).to(device, non_blocking=True)
-        padded = torch.from_numpy(layout.cu_seqlens_padded).to(device, non_blocking=True)
-        longest = layout.max_seqlen
-        # Self-attention: queries and keys have the same.
-        return cls(real, real, padded, padded, longest, longest, local_cp_size=layout.cp_size)
 
 
 @dataclass(frozen=True)
@@ -70,13 +42,14 @@ class MicroBatch:
             once for each target token of the global batch.
         position_ids: ``[rows]`` int64: position of the row's token in its sequence, from 0.
         padding_mask: ``[rows]`` bool: True at padding, the sense that Megatron-Core's router wants.
-        packed_seq_params: Boundaries of the pack's sequences, in tokens over the whole CP group,
-            and, once bound, the group itself (``packed_seq_params.cp_group``).
         local_cp_size: Ranks of the CP group.
         sample_ids: The samples of the pack, in pack order, as indices into the global batch.
         num_tokens: int64 scalar tensor: target tokens among this rank's rows.
         is_group_leader: Whether this is CP rank 0 of its group: what a group must count once, such
             as the pairs of DPO, counts here.
+        packed_seq_params: None until :func:`~lightning_dcp.parallel.bind_micro_batch`: boundaries
+            of the pack's sequences, in tokens over the whole CP group, and the group itself
+            (``packed_seq_params.cp_group``).
         extras: Further keys of the batch, by key. Per-token ones ``[rows, ...]``: the value at the
             row's own token, 0 at padding and at a last token that a key lacks. Per-sample ones
             ``[samples of the pack, ...]``, in the order of ``sample_ids``.
@@ -94,12 +67,12 @@ class MicroBatch:
     loss_mask: Tensor
     position_ids: Tensor
     padding_mask: Tensor
-    # Ours first, Megatron-Core's own type once the micro-batch is bound.
-    packed_seq_params: Any
     local_cp_size: int
     sample_ids: tuple[int, ...]
     num_tokens: Tensor
     is_group_leader: bool
+    # Any: packing knows nothing of Megatron-Core, whose type it is.
+    packed_seq_params: Any = None
     extras: dict[str, Tensor] = field(default_factory=dict)
     target_extras: dict[str, Tensor] = field(default_factory=dict)
     mtp: tuple[MTPTargets, ...] = ()
@@ -107,14 +80,14 @@ class MicroBatch:
     is_filler: bool = False
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """This micro-batch with every tensor on ``device``; changes it in place."""
+        """This micro-batch, not bound yet, with every tensor on ``device``; changes it in place."""
 
+        # By type and not by name: a tensor that is added above is moved as well.
         def move(value: Any) -> Any:
             return value.to(device, non_blocking=non_blocking) if torch.is_tensor(value) else value
 
-        for owner in (self, self.packed_seq_params):
-            for each in fields(owner):
-                setattr(owner, each.name, move(getattr(owner, each.name)))
+        for each in fields(self):
+            setattr(self, each.name, move(getattr(self, each.name)))
         self.extras = {key: move(value) for key, value in self.extras.items()}
         self.target_extras = {key: move(value) for key, value in self.target_extras.items()}
         self.mtp = tuple(MTPTargets(move(one.input_ids), move(one.labels)) for one in self.mtp)

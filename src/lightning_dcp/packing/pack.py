@@ -12,7 +12,7 @@ from lightning_dcp.config.padding import TIGHT, PackPadding
 from lightning_dcp.packing.batch import IGNORE_INDEX, GlobalBatch
 from lightning_dcp.packing.jagged import Jagged
 from lightning_dcp.packing.layout import PackLayout
-from lightning_dcp.packing.micro_batch import MicroBatch, MTPTargets, PackedSequences
+from lightning_dcp.packing.micro_batch import MicroBatch, MTPTargets
 
 
 def pack_micro_batch(
@@ -26,12 +26,9 @@ def pack_micro_batch(
     padding: PackPadding = TIGHT,
     mtp_depths: int = 0,
 ) -> MicroBatch:
-    """Packs samples of a global batch and cuts out the rows of one CP rank.
+    """Packs samples of a global batch and cuts out the rows of one CP rank, on the batch's device.
 
-    Everything but the copies is computed from lengths on the host: nothing waits for a device. One
-    index serves every per-token key; the next token's value is read off the row below.
-
-    The micro-batch is on the device of the batch.
+    Everything but the copies is computed from lengths on the host: nothing waits for a device.
 
     Args:
         batch: The global batch.
@@ -55,6 +52,7 @@ def pack_micro_batch(
     layout = PackLayout.of(
         batch.lengths[ids], cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size, padding=padding
     )
+    # One picker for all keys: those that are stored alike share an index.
     pick = _RowPicker(layout, ids, batch.lengths)
     labels, loss_mask = pick.targets(batch)
     device = labels.device
@@ -64,7 +62,6 @@ def pack_micro_batch(
         loss_mask=loss_mask,
         position_ids=_to_device(layout.positions, device).long(),
         padding_mask=_to_device(layout.is_padding, device),
-        packed_seq_params=PackedSequences.of(layout, device),
         local_cp_size=cp_size,
         sample_ids=tuple(ids.tolist()),
         num_tokens=loss_mask.count_nonzero(),

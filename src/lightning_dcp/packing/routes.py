@@ -57,9 +57,6 @@ class RouteShape:
 class MicroBatchRoutes:
     """What the routers take from a micro-batch and leave with it.
 
-    It hangs on the micro-batch and not on the routers: whatever runs in between, in a pipeline or
-    while layers are recomputed, a router sees that of the micro-batch that it is working on.
-
     Attributes:
         replayed: ``[rows, MoE layers of the whole model, top-k]``: experts that were chosen before;
             None where every router chooses.
@@ -70,6 +67,8 @@ class MicroBatchRoutes:
         dtype: Of what is recorded.
     """
 
+    # Here and not on the routers: whatever runs in between, in a pipeline or while layers are
+    # recomputed, a router sees that of the micro-batch that it is working on.
     replayed: Tensor | None = None
     has_route: Tensor | None = None
     recorded: dict[int, Tensor] | None = None
@@ -141,12 +140,12 @@ def check_routes(
             f"has {shape.num_layers} MoE layers and moe.topk={shape.topk}: "
             f"[{shape.num_layers}, {shape.topk}]. They must come from the same model."
         )
+    # On a device the check would wait for it at every step.
     if routes.values.device.type == "cpu" and routes.values.numel():
         _check_experts(routes, shape, part)
 
 
 def _check_experts(routes: Jagged, shape: RouteShape, part: tuple[int, int]) -> None:
-    """Host tensors only: on a device the check would wait for it at every step."""
     values = routes.values
     low, high = (int(bound) for bound in torch.aminmax(values))
     if low < 0 or high >= shape.num_experts:

@@ -48,11 +48,9 @@ def unpack_rows(
             raise ValueError(
                 f"CP rank {rank} gave {rows.shape[0]} rows; the layout has {layout.num_rows}."
             )
-    lengths = np.asarray(layout.lengths, np.int64)
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(len(sequence)) - layout.cu_seqlens[sequence]
-    # Padding is left out by never being asked for.
-    index = layout.gather_index[layout.cu_seqlens_padded[sequence] + position]
+    # Padding, at the end of each sequence, is left out by never being asked for.
+    starts = zip(layout.cu_seqlens_padded.tolist(), layout.lengths, strict=False)
+    index = np.concatenate([layout.gather_index[first : first + n] for first, n in starts])
     gathered = torch.cat(list(rows_of_ranks)) if layout.cp_size > 1 else rows_of_ranks[0]
     values = gathered.index_select(0, torch.from_numpy(index).to(gathered.device))
     return UnpackedSamples(tuple(sample_ids), layout.lengths, values)

@@ -121,7 +121,7 @@ def cpu_mode_is_active() -> bool:
 def enable_cpu_mode() -> bool:
     """Makes Megatron-Core run on the CPU where there is no CUDA device; harmless when called twice.
 
-    Gives whether CPU mode is in force: False where a CUDA device is there; nothing is touched then.
+    Returns whether CPU mode is in force now: where there is a device, nothing is touched.
     """
     global _active
     if _active is not None or torch.cuda.is_available():

@@ -1,8 +1,4 @@
-"""Process groups for every CP size of a DPxCP pool.
-
-Megatron-Core's own dynamic groups need an even pool. These are made for any pool size from 1 up: a
-rank is a member of ``log2(pool) + 2`` groups at most.
-"""
+"""Process groups for every CP size of a DPxCP pool."""
 
 from __future__ import annotations
 
@@ -41,6 +37,8 @@ class DynamicCPGroups:
         cls, pool_ranks: Sequence[int], *, timeout: timedelta | None = None
     ) -> DynamicCPGroups:
         """Makes the groups of this process's pool; a collective of the whole world."""
+        # Ours, since Megatron-Core's own dynamic groups need an even pool. A rank is a member of
+        # log2(pool) + 2 groups at most.
         pools: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(pools, list(pool_ranks))
         groups = cls(tuple(pool_ranks), pool_ranks.index(dist.get_rank()))

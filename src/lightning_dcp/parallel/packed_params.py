@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -48,27 +49,19 @@ class BoundPackedSeqParams(PackedSeqParams):
     routes: MicroBatchRoutes = field(default_factory=MicroBatchRoutes)
     _on_device: dict[str, Tensor] = field(default_factory=dict)
 
-    def gather_index(self, device: torch.device) -> Tensor:
-        """``PackLayout.gather_index`` on a device; moved there once, for all layers."""
-        return self._moved("gather_index", device)
-
-    def sequence_of_row(self, device: torch.device) -> Tensor:
-        """``PackLayout.sequence_of_row`` on a device, moved there once."""
-        return self._moved("sequence_of_row", device)
-
-    def lengths(self, device: torch.device) -> Tensor:
-        """``[num_sequences]`` float32: real tokens of each sequence, moved to a device once."""
-        # float32: router losses divide by them.
-        return self._moved("lengths", device).float()
-
-    def _moved(self, name: str, device: torch.device) -> Tensor:
+    def on_device(
+        self, name: Literal["gather_index", "sequence_of_row", "lengths"], device: torch.device
+    ) -> Tensor:
+        """What ``layout`` has under this name, on a device; moved there once, for all layers."""
         if name not in self._on_device or self._on_device[name].device != device:
-            tensor = torch.as_tensor(getattr(self.layout, name))
-            # Out of pageable memory a copy holds the host up, whatever `non_blocking` says.
-            if device.type == "cuda":
-                tensor = tensor.pin_memory()
-            self._on_device[name] = tensor.to(device, non_blocking=True)
+            self._on_device[name] = _to_device(torch.as_tensor(getattr(self.layout, name)), device)
         return self._on_device[name]
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    # Out of pageable memory a copy holds the host up, whatever `non_blocking` says.
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def bind_micro_batch(
@@ -79,29 +72,32 @@ def bind_micro_batch(
     max_rows_of_step: int | None = None,
     routes: MicroBatchRoutes | None = None,
 ) -> MicroBatch:
-    """Gives a micro-batch its CP group, in Megatron-Core's own type; changes it in place.
-
-    The boundaries of real lengths are replaced by the padded ones: padding is then the end of its
-    own sequence, which causal attention never looks at. TransformerEngine would otherwise have to
-    skip gaps between sequences, which only some of its kernels can.
+    """Gives a micro-batch its boundaries and CP group, in place; it is where it will run by now.
 
     By default the micro-batch is all of its global batch, and no rank has more rows in its step.
     """
     layout = micro_batch.layout
-    boundaries = vars(micro_batch.packed_seq_params)
-    padded = boundaries["cu_seqlens_q_padded"]
-    of_run = {
-        "cu_seqlens_q": padded,
-        "cu_seqlens_kv": padded,
+    boundaries = _to_device(torch.from_numpy(layout.cu_seqlens_padded), micro_batch.labels.device)
+    micro_batch.packed_seq_params = BoundPackedSeqParams(
+        qkv_format="thd",
+        # The padded ones for the real ones too: padding is then the end of its own sequence, which
+        # causal attention never looks at. TransformerEngine would otherwise have to skip gaps
+        # between sequences, which only some of its kernels can.
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=layout.max_seqlen,
+        max_seqlen_kv=layout.max_seqlen,
+        local_cp_size=micro_batch.local_cp_size,
         # Every rank of the pool has the same plan: the others of this group are in it now, too.
-        "cp_group": groups[micro_batch.local_cp_size],
-        "layout": layout,
-        "batch_totals": batch_totals or _totals_of(micro_batch),
-        "max_rows_of_step": max_rows_of_step or layout.num_rows,
-        "mtp": micro_batch.mtp,
-        "routes": routes or MicroBatchRoutes(),
-    }
-    micro_batch.packed_seq_params = BoundPackedSeqParams(**boundaries | of_run)
+        cp_group=groups[micro_batch.local_cp_size],
+        layout=layout,
+        batch_totals=batch_totals or _totals_of(micro_batch),
+        max_rows_of_step=max_rows_of_step or layout.num_rows,
+        mtp=micro_batch.mtp,
+        routes=routes or MicroBatchRoutes(),
+    )
     return micro_batch
 
 

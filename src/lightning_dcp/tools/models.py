@@ -11,7 +11,6 @@ import yaml
 
 from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.config.model_sizes import LLAMA_8B, QWEN3_30B_A3B, ModelSizes
-from lightning_dcp.config.moe import MoEConfig
 from lightning_dcp.tools.fit_config import FitConfig
 
 PRESETS = {"8b": LLAMA_8B, "30b-a3b": QWEN3_30B_A3B}
@@ -61,7 +60,7 @@ class ModelOptions:
         if found is None:
             raise ValueError("which model? Give model or model_config, see --help")
         if isinstance(found, ModelSizes):
-            return _config_of(str(self.model), found)
+            return ModelConfig.of_sizes(found)
         return found.model if isinstance(found, FitConfig) else found
 
 
@@ -88,30 +87,3 @@ def _read(model: str) -> ModelSizes | FitConfig:
         return ModelSizes.from_hf_config(content) if is_json else FitConfig(content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"model={model!r}: {path}: {error}") from error
-
-
-def _config_of(model: str, sizes: ModelSizes) -> ModelConfig:
-    moe = None
-    if sizes.num_experts:
-        if sizes.num_dense_layers:
-            raise ValueError(
-                f"model={model!r} has experts in {sizes.num_layers - sizes.num_dense_layers} of "
-                f"{sizes.num_layers} layers: only models with experts in all or none can be built, "
-                "and so measured; plan predicts it from its sizes"
-            )
-        moe = MoEConfig(
-            num_experts=sizes.num_experts,
-            topk=sizes.num_experts_per_tok,
-            ffn_hidden_size=sizes.moe_intermediate_size or None,
-            shared_expert_ffn_hidden_size=sizes.shared_expert_intermediate_size or None,
-        )
-    return ModelConfig(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_query_groups=sizes.num_key_value_heads,
-        kv_channels=sizes.head_dim,
-        ffn_hidden_size=sizes.intermediate_size,
-        vocab_size=sizes.vocab_size,
-        moe=moe,
-    )

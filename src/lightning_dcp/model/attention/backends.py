@@ -63,6 +63,7 @@ def choose_backend(name: str, *, cpu_mode: bool) -> AttentionBackend:
 def _te_layer(config: ModelConfig) -> TransformerLayerSubmodules:
     return get_gpt_layer_with_transformer_engine_submodules(
         num_experts=config.moe.num_experts if config.moe else None,
+        # All experts of a rank in one grouped product; PyTorch's layer takes them one by one.
         moe_grouped_gemm=config.moe is not None,
         qk_layernorm=config.qk_layernorm,
     )

@@ -1,10 +1,8 @@
 """Attention for packed sequences under the CP group of the micro-batch, in PyTorch.
 
 It serves the CPU, and it is what TransformerEngine's attention is to be compared with. Keys and
-values of the group are gathered once a layer (the backward pass scatters their gradients with one
-reduction), and every chunk of a rank's zigzag attends to the tokens before it in its own sequence:
-padding lies at a sequence's end, so causality alone keeps it away from tokens. Padding itself
-attends to nothing: a pack may end in many rows of it.
+values of the group are gathered, and every chunk of a rank's zigzag attends to the tokens before it
+in its own sequence.
 """
 
 from __future__ import annotations
@@ -86,10 +84,10 @@ def gather_sequences(
     """
     if sequences.layout.cp_size == 1:
         return key, value
-    # [rows, 2, groups, width]: one collective for both.
+    # [rows, 2, groups, width]: one collective a layer for both, and one for their gradients.
     both = _AllGatherRows.apply(torch.stack((key, value), dim=1), sequences.cp_group)
     # They came rank by rank: back to the order of the tokens.
-    gathered = both.index_select(0, sequences.gather_index(both.device))
+    gathered = both.index_select(0, sequences.on_device("gather_index", both.device))
     return gathered[:, 0], gathered[:, 1]
 
 
@@ -109,6 +107,8 @@ def attend_packed(
         ``[rows, heads, width]``; zeros at padding, but for the first rows of a chunk of it.
     """
     outputs = []
+    # Padding lies at a sequence's end: causality alone keeps it away from tokens. It attends to
+    # nothing itself, since a pack may end in many rows of it.
     for rows, tokens, num_padding in _chunks(layout):
         output = _attend(query[rows], key[tokens], value[tokens], scale)
         outputs.append(F.pad(output, (0, 0, 0, 0, 0, num_padding)) if num_padding else output)
@@ -120,17 +120,15 @@ def _chunks(layout: PackLayout) -> Iterator[tuple[slice, slice, int]]:
 
     They attend to the tokens of their sequence up to the last of them.
     """
-    cp_size, cp_rank = layout.cp_size, layout.cp_rank
-    indices = (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
-    tokens, rows = layout.cu_seqlens_padded.tolist(), layout.row_starts.tolist()
-    for index, padded in enumerate(layout.padded_lengths.tolist()):
-        size = padded if cp_size == 1 else padded // (2 * cp_size)
-        for half, chunk in enumerate(indices):
-            before, first_row, first_token = chunk * size, rows[index] + half * size, tokens[index]
-            # One at least: all ranks of the group meet in the backward pass of the keys.
-            attending = min(max(layout.lengths[index] - before, 1), size)
-            attended = slice(first_token, first_token + before + attending)
-            yield slice(first_row, first_row + attending), attended, size - attending
+    row, starts = 0, layout.cu_seqlens_padded.tolist()
+    # The zigzag is drawn once, in the layout, which has one or two chunks of every sequence.
+    for run, (before, size) in enumerate(zip(*(one.tolist() for one in layout.runs), strict=True)):
+        sequence = run if layout.cp_size == 1 else run // 2
+        # One at least: all ranks of the group meet in the backward pass of the keys.
+        attending = min(max(layout.lengths[sequence] - before, 1), size)
+        attended = slice(starts[sequence], starts[sequence] + before + attending)
+        yield slice(row, row + attending), attended, size - attending
+        row += size
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

@@ -173,17 +173,3 @@ def _check_ids(key: str, value: Jagged | Tensor, vocab_size: int) -> None:
             f"{token}; the vocabulary has ids 0 to {vocab_size - 1}. Use 0 for tokens that are no "
             "target."
         )
-
-
-def check_above_zero(**options: float) -> None:
-    """Raises a ValueError for the first option that is not a finite number above 0."""
-    for name, value in options.items():
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name}={value} must be finite and above 0.")
-
-
-def check_not_negative(**options: float) -> None:
-    """Raises a ValueError for the first option that is negative or not finite."""
-    for name, value in options.items():
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name}={value} must be finite and not negative.")

@@ -98,7 +98,8 @@ class PackedTopKRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
             return probs
-        # Counts have no gradient, so that they may be summed like this; scores stay this rank's.
+        # Counts have no gradient, so that they may be summed like this; scores stay this rank's, or
+        # each rank's share of the loss would count once a rank.
         counts = self._summed_over_group(routing_map.sum(0).float())
         num_tokens = sum(self._bound.layout.lengths)
         scores = scores_for_aux_loss.sum(0)
@@ -119,8 +120,9 @@ class PackedTopKRouter(TopKRouter):
         if not coefficient:
             return probs
         # Rows that a dispatcher added at the end count for sequence 0, with nothing.
-        sequence_of_row = self._rows_here(self._bound.sequence_of_row(probs.device), len(probs))
-        lengths = self._bound.lengths(probs.device)
+        of_rows = self._bound.on_device("sequence_of_row", probs.device)
+        sequence_of_row = self._rows_here(of_rows, len(probs))
+        lengths = self._bound.on_device("lengths", probs.device).float()
         shape = (len(lengths), self.num_experts)
         counts = torch.zeros(shape, device=probs.device)
         counts.index_add_(0, sequence_of_row, routing_map.float())
@@ -133,8 +135,11 @@ class PackedTopKRouter(TopKRouter):
         return self._attach(probs, "moe_seq_aux_loss", loss, coefficient, "sequences")
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Counts the real rows of each expert, for the bias that balances their load."""
-        if not self.enable_expert_bias or not torch.is_grad_enabled():
+        if (
+            not self.enable_expert_bias
+            or not self.enable_expert_bias
+            or not torch.is_grad_enabled()
+        ):
             return
         with torch.no_grad():
             if padding_mask is not None:
@@ -201,8 +206,7 @@ class PackedTopKRouter(TopKRouter):
             # One layer serves all depths: its router runs, and adds its loss, once for each.
             share = share / self.config.mtp_num_layers
         # Detached: the sum would keep the graph of every micro-batch alive.
-        before = self.loss_sums.get(name)
-        self.loss_sums[name] = share.detach() if before is None else before + share.detach()
+        self.loss_sums[name] = self.loss_sums.get(name, 0) + share.detach()
         attached: Tensor = MoEAuxLossAutoScaler.apply(
             activation, share * coefficient * batch.targets
         )
@@ -210,12 +214,7 @@ class PackedTopKRouter(TopKRouter):
 
 
 class PackedMoELayer(MoELayer):
-    """Megatron-Core's MoE layer, where ranks of an expert-parallel group hold different rows.
-
-    The all-gather dispatcher needs as many rows on every rank. Under dynamic groups a rank's rows
-    follow its pack, so that they are padded to the most that any rank has in this step of the plan,
-    a number that all ranks know without asking.
-    """
+    """Megatron-Core's MoE layer, where ranks of an expert-parallel group hold different rows."""
 
     sequences: BoundPackedSeqParams | None = None
 
@@ -238,6 +237,9 @@ class PackedMoELayer(MoELayer):
         return output[:num_rows], bias
 
     def _missing_rows(self, num_rows: int) -> int:
+        # The all-gather dispatcher needs as many rows on every rank. Under dynamic groups a rank's
+        # rows follow its pack, so that they are padded to the most that any rank has in this step
+        # of the plan, a number that all ranks know without asking.
         gathers = self.config.moe_token_dispatcher_type == "allgather"
         if not gathers or self.sequences is None or dist.get_world_size(self.ep_group) == 1:
             return 0
