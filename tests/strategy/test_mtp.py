@@ -200,7 +200,7 @@ def test_a_recomputation_that_it_lacks(recompute, found):
     [
         ({"mtp_num_layers": -1}, "mtp_num_layers=-1 must be 0 or more"),
         ({"mtp_loss_scaling_factor": -0.1}, "mtp_loss_scaling_factor=-0.1 must be finite and not"),
-        ({"mtp_loss_scaling_factor": float("nan")}, "mtp_loss_scaling_factor must not be"),
+        ({"mtp_loss_scaling_factor": float("nan")}, "mtp_loss_scaling_factor=nan must be finite"),
         ({"mtp_num_layers": 1, "head": "value"}, "mtp_num_layers=1 predicts tokens, which head="),
     ],
 )
