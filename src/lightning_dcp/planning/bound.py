@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -13,9 +12,6 @@ from lightning_dcp.planning.request import PlanRequest
 
 # The k of the shares; 0 stands for the share as it is.
 _ROUNDINGS = (0, 1, 2, 3)
-# Prices that are tried, each so much of the last.
-# Any price gives a bound (weak duality): a coarse grid costs tightness, never the proof.
-_NUM_PRICES, _PRICE_STEP = 24, 0.6875
 # Steps that are bounded one by one, from the longest on.
 _NUM_LONGEST = 64
 
@@ -30,8 +26,7 @@ def lower_bound(request: PlanRequest) -> float:
     ``r_i(s)`` rows and adds ``t_i(s)`` on a group of ``s`` ranks; ``f(s) = f(1) + h(s)`` is the
     fixed time of a micro-batch. Every minimum is over the sizes that hold the sample under the cap
     ``C`` (the rows that samples may take, where packs are padded further, which counts as no time);
-    ``fastest_i = min_s (t_i(s) + f(s))``, ``work_i = min_s s * t_i(s)`` and
-    ``space_i = min_s s * r_i(s)``.
+    ``fastest_i = min_s (t_i(s) + f(s))`` and ``space_i = min_s s * r_i(s)``.
 
     Number of steps. Call ``u`` a share if numbers that add up to at most 1 keep a sum of at most 1
     under ``u``: ``u(x) = x`` is one, and ``u(x) = floor((k + 1) * x) / k`` where ``(k + 1) * x`` is
@@ -45,14 +40,8 @@ def lower_bound(request: PlanRequest) -> float:
        least ``K * f(1) + sum over groups of s * (h(s) + sum_i t_i(s)) / N``. ``h(s)`` is at least
        itself times the shares of the group's samples. So a sample costs
        ``w_i(s) = s * (t_i(s) + u * h(s))``, and a plan at least ``K * f(1) + sum_i min_s w_i / N``.
-       In each step the sizes add up to ``N`` and no group is empty, so those of all samples' groups
-       add up to ``N * K`` or more. With a price ``p >= 0`` of a rank (Lagrange relaxation) a plan
-       takes ``K * f(1) + (sum_i min_s (w_i(s) - p * s) + p * N * K) / N`` or more.
-    2. The longest sample takes ``fastest_i``, and each of ``K - 1`` other steps at least ``f(1)``
-       and the least that any sample takes.
-    3. Samples that fit only groups of more than half the pool: a step has one such group at most,
-       so these groups run one after the other.
-    4. Pools that are no power of two. Groups of ``c`` ranks or more, ``c`` a power of two, but for
+    2. The longest sample takes ``fastest_i``.
+    3. Pools that are no power of two. Groups of ``c`` ranks or more, ``c`` a power of two, but for
        the whole pool are multiples of ``c``: they take at most ``N_c = N - N mod c`` ranks of a
        step. With ``v_i(s) = t_i(s) + u * f(s)``, a sample that needs ``c`` ranks costs
        ``min_s s * v_i(s) / N_c`` there, the minimum over powers of two, or ``v_i(N)`` on the whole
@@ -60,78 +49,38 @@ def lower_bound(request: PlanRequest) -> float:
        ranks: there are at most as many such steps as samples that fit one, each with the space
        ``N_c * C`` for samples that need ``c`` ranks, which limits what can be saved over the whole
        pool (a fractional knapsack). Without such samples all steps are the whole pool's.
-    5. Lockstep only. The step of the sample with the largest ``fastest_i`` lasts that long, and
-       holds no more work of other samples than fits its space (a knapsack again); the rest of the
-       work and of the fixed times is left for the other steps.
-    6. Lockstep only. Samples with ``fastest_i > a`` need ``ceil(space / (N * C))`` steps, each of
+    4. Lockstep only. Samples with ``fastest_i > a`` need ``ceil(space / (N * C))`` steps, each of
        which lasts longer than ``a``: this bounds the longest step, the two longest and so on. The
        ``m`` longest hold no more work than fits their space; the other steps do the rest. Work is
        that of 1: ``min_s w_i(s)`` of each sample, so that the rest pays for its groups as well.
 
-    1 to 4 hold for ranks that do not wait for each other as well: each rank runs ``K``
-    micro-batches, the last one is done no earlier than the average one, and two groups of more
-    than half the pool, or the whole pool and any group, share a rank.
+    1 to 3 hold for ranks that do not wait for each other as well: each rank runs ``K``
+    micro-batches, the last one is done no earlier than the average one, and the whole pool and any
+    group share a rank.
 
     Args:
         request: The planning request.
     """
-    tables = _Tables.of(request)
+    sizes = np.array(request.cp_sizes, dtype=np.float64)[:, None]
+    # Not request.fits: a plan may use any size that holds its samples, between others that do not.
+    fits = request.row_table <= request.capacity_table
+    fastest = _least(fits, request.time_table + request.fixed_table)
     shares = [_share(request.row_table, request.capacity_table, k) for k in _ROUNDINGS]
-    num_steps, cost, share = _costs(request, tables, shares)
-    bounds = [_priced(request, tables, cost, num_steps)]
-    bounds += [_longest(request, tables, num_steps), _exclusive(request, tables)]
-    bounds.append(_odd_pool(request, tables, [*shares, share]))
+    ranks, _ = _mix(fits, shares, sizes)
+    # A sum that rounding lifts above a whole number must not count as a step more.
+    num_steps = max(1, math.ceil(_sum(ranks) / request.num_ranks - 1e-9))
+    hops = sizes * (request.fixed_table - request.fixed_table[0])
+    work, share = _mix(fits, shares, hops, sizes * request.time_table)
+    bounds = [
+        num_steps * request.fixed[1] + _sum(work) / request.num_ranks,
+        float(fastest.max()),
+        _odd_pool(request, sizes, fits, [*shares, share]),
+    ]
     if request.settings.execution == "lockstep":
-        bounds.append(_longest_step(request, tables, num_steps))
-        bounds.append(_longest_steps(request, tables, cost.min(axis=0), num_steps))
+        space = _least(fits, sizes * request.row_table)
+        bounds.append(_longest_steps(request, fastest, work, space, num_steps))
     # A sum of rounded numbers may end up above its exact value.
     return max(bounds) * (1.0 - 1e-10)
-
-
-def _costs(
-    request: PlanRequest, tables: _Tables, shares: list[NDArray[np.float64]]
-) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """The least number of steps, ``w_i(s)``, and the shares in it."""
-    ranks, _ = _mix(tables.fits, shares, tables.sizes)
-    # A sum that rounding lifts above a whole number must not count as a step more.
-    num_steps = max(1, math.ceil(_sum(ranks.min(axis=0)) / request.num_ranks - 1e-9))
-    hops = tables.sizes * (request.fixed_table - request.fixed_table[0])
-    cost, share = _mix(tables.fits, shares, hops, tables.sizes * request.time_table)
-    return num_steps, cost, share
-
-
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """What the bounds share; see :func:`lower_bound`.
-
-    Attributes:
-        sizes: CP sizes; ``[num_sizes, 1]``.
-        fits: Whether a size holds a sample; ``[num_sizes, num_samples]``.
-        smallest: The smallest size that holds each sample; ``[num_samples]``, like the next three.
-        fastest: ``fastest_i``, seconds of a micro-batch with the sample alone.
-        work: ``work_i``, seconds of all ranks.
-        space: ``space_i``, rows of all ranks.
-    """
-
-    sizes: NDArray[np.float64]
-    fits: NDArray[np.bool_]
-    smallest: NDArray[np.int64]
-    fastest: NDArray[np.float64]
-    work: NDArray[np.float64]
-    space: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, request: PlanRequest) -> _Tables:
-        sizes = np.array(request.cp_sizes, dtype=np.float64)[:, None]
-        fits = request.row_table <= request.capacity_table
-        return cls(
-            sizes=sizes,
-            fits=fits,
-            smallest=np.array(request.cp_sizes)[fits.argmax(axis=0)],
-            fastest=_least(fits, request.time_table + request.fixed_table),
-            work=_least(fits, sizes * request.time_table),
-            space=_least(fits, sizes * request.row_table),
-        )
 
 
 def _least(fits: NDArray[np.bool_], table: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -154,8 +103,9 @@ def _mix(
     weight: NDArray[np.float64],
     base: NDArray[np.float64] | float = 0.0,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of ``base + weight * share`` a share for each size, so that the least of each sample adds up
-    to much; both tables, the first with infinities where a size does not hold a sample.
+    """The least ``base + weight * share`` of each sample, ``[num_samples]``, and the shares in it.
+
+    A share is chosen for each size, so that the sum over samples is large.
     """
     tables = [np.where(fits, base + weight * share, np.inf) for share in shares]
     totals = [float(table.min(axis=0).sum()) for table in tables]
@@ -168,45 +118,21 @@ def _mix(
             total = float(np.minimum(others, table[size]).sum())
             if total > best:
                 mixed[size], chosen[size], best = table[size], share[size], total
-    return mixed, chosen
+    return mixed.min(axis=0), chosen
 
 
-def _priced(
-    request: PlanRequest, tables: _Tables, cost: NDArray[np.float64], num_steps: int
+def _odd_pool(
+    request: PlanRequest,
+    sizes: NDArray[np.float64],
+    fits: NDArray[np.bool_],
+    shares: list[NDArray[np.float64]],
 ) -> float:
-    sizes, ranks = tables.sizes, request.num_ranks * num_steps
-    best = _sum(cost.min(axis=0))
-    if sizes[cost.argmin(axis=0), 0].sum() < ranks:
-        # The cheapest sizes would leave ranks empty: find a good price of a rank.
-        top = float(np.where(np.isfinite(cost), cost, 0.0).max())
-        for price in (top * _PRICE_STEP**k for k in range(_NUM_PRICES)):
-            best = max(best, _sum((cost - price * sizes).min(axis=0)) + price * ranks)
-    return num_steps * request.fixed[1] + best / request.num_ranks
-
-
-def _longest(request: PlanRequest, tables: _Tables, num_steps: int) -> float:
-    least = float(_least(tables.fits, request.time_table).min())
-    return float(tables.fastest.max()) + (num_steps - 1) * (request.fixed[1] + least)
-
-
-def _exclusive(request: PlanRequest, tables: _Tables) -> float:
-    large = 2 * tables.sizes[:, 0] > request.num_ranks
-    exclusive = 2 * tables.smallest > request.num_ranks
-    if not exclusive.any():
-        return 0.0
-    fits = tables.fits[large][:, exclusive]
-    times = _least(fits, request.time_table[large][:, exclusive])
-    rows = _least(fits, request.row_table[large][:, exclusive].astype(np.float64))
-    fixed = float(request.fixed_table[large].min())
-    return _sum(times) + math.ceil(_sum(rows) / request.capacity[request.num_ranks] - 1e-9) * fixed
-
-
-def _odd_pool(request: PlanRequest, tables: _Tables, shares: list[NDArray[np.float64]]) -> float:
     num_ranks = request.num_ranks
     if num_ranks & (num_ranks - 1) == 0:
         return 0.0
-    fits, sizes = tables.fits[:-1], tables.sizes[:-1]
-    parts = [int((tables.smallest < m).sum()) for m in request.cp_sizes[1:-1] if num_ranks % m]
+    smallest = sizes[fits.argmax(axis=0), 0]
+    fits, sizes = fits[:-1], sizes[:-1]
+    parts = [int((smallest < m).sum()) for m in request.cp_sizes[1:-1] if num_ranks % m]
     num_parts = min(parts, default=0)
     if num_parts == 0:
         num_steps = max(math.ceil(_sum(share[-1]) - 1e-9) for share in shares)
@@ -218,46 +144,32 @@ def _odd_pool(request: PlanRequest, tables: _Tables, shares: list[NDArray[np.flo
         in_part, whole = _least(fits, sizes * cost[:-1]), cost[-1]
         for c in request.cp_sizes[1:-1]:
             usable = num_ranks - num_ranks % c
-            big = tables.smallest >= c
+            big = smallest >= c
             saved = np.where(np.isfinite(in_part), whole - in_part / usable, 0.0)[big]
             most = _most(saved, space[big], num_parts * usable * request.capacity[1])
             best = max(best, _sum(whole[big]) - most)
     return best
 
 
-def _longest_step(request: PlanRequest, tables: _Tables, num_steps: int) -> float:
-    sample = int(tables.fastest.argmax())
-    work = tables.work.copy()
-    work[sample] = 0.0
-    total = _sum(work)
-    bounds = []
-    for k, size in enumerate(request.cp_sizes):
-        if tables.fits[k, sample]:
-            rows = size * int(request.row_table[k, sample])
-            # capacity[1] is the largest: other sizes' alignments are multiples of a single rank's.
-            space = request.num_ranks * request.capacity[1] - rows
-            rest = (total - _most(work, tables.space, space)) / request.num_ranks
-            seconds = float(request.time_table[k, sample]) + request.fixed[size]
-            bounds.append(seconds + rest + (num_steps - 1) * request.fixed[1])
-    # The plan chooses the sample's size, so only the least of these holds for all plans.
-    return min(bounds)
-
-
 def _longest_steps(
-    request: PlanRequest, tables: _Tables, work: NDArray[np.float64], num_steps: int
+    request: PlanRequest,
+    fastest: NDArray[np.float64],
+    work: NDArray[np.float64],
+    space: NDArray[np.float64],
+    num_steps: int,
 ) -> float:
     # More steps than rows are as good as any number.
-    space = float(request.num_ranks * min(request.capacity[1], 2**50))
-    slowest_first = np.argsort(-tables.fastest, kind="stable")
-    filled = np.cumsum(tables.space[slowest_first])
-    num_steps = max(num_steps, math.ceil(filled[-1] / space - 1e-9))
+    of_step = float(request.num_ranks * min(request.capacity[1], 2**50))
+    slowest_first = np.argsort(-fastest, kind="stable")
+    filled = np.cumsum(space[slowest_first])
+    num_steps = max(num_steps, math.ceil(filled[-1] / of_step - 1e-9))
     steps = np.arange(min(num_steps, _NUM_LONGEST))
     # The first sample with which the space up to it is more than that many steps have.
-    first = np.searchsorted(filled, steps * space, side="right")
-    seconds = tables.fastest[slowest_first][np.minimum(first, len(slowest_first) - 1)]
-    dense = np.argsort(-work / tables.space, kind="stable")
+    first = np.searchsorted(filled, steps * of_step, side="right")
+    seconds = fastest[slowest_first][np.minimum(first, len(slowest_first) - 1)]
+    dense = np.argsort(-work / space, kind="stable")
     # A sample that does not fit whole counts in part; below the first one, it counts whole.
-    held = np.interp((steps + 1) * space, np.cumsum(tables.space[dense]), np.cumsum(work[dense]))
+    held = np.interp((steps + 1) * of_step, np.cumsum(space[dense]), np.cumsum(work[dense]))
     rest = np.maximum(0.0, _sum(work) - held) / request.num_ranks
     bounds = np.cumsum(seconds) + rest + (num_steps - 1 - steps) * request.fixed[1]
     return float(bounds.max())
