@@ -34,6 +34,7 @@ from lightning_dcp.engine import (
     read_cost_model,
     wrap_chunks,
 )
+from lightning_dcp.launchers import RunGuard, launcher_of, meeting_point_in_errors
 from lightning_dcp.model import ModelConfig, Recompute, check_routers, model_chunks
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.parallel import (
@@ -167,6 +168,8 @@ class DynamicCPStrategy(DDPStrategy):
         self._context: ParallelContext | None = None
         self._ddp: list[DistributedDataParallel] | None = None
         self._cleanup = ExitStack()
+        # The launcher sets it, in each process of a run.
+        self.guard: RunGuard | None = None
 
     # -- what a run has ------------------------------------------------------------------------
 
@@ -234,6 +237,10 @@ class DynamicCPStrategy(DDPStrategy):
         super().connect(model)
 
     @override
+    def _configure_launcher(self) -> None:
+        self._launcher = launcher_of(self, self._start_method)
+
+    @override
     def setup_environment(self) -> None:
         # Before the processes meet; what builds a model without a Trainer checks the same.
         sizes, module = self.parallel_sizes(self.world_size), self._module
@@ -248,7 +255,15 @@ class DynamicCPStrategy(DDPStrategy):
             precision=self.precision_plugin.precision,
             on_gpu=self.root_device.type == "cuda",
         )
-        super().setup_environment()
+        with meeting_point_in_errors(self):
+            super().setup_environment()
+        assert self.guard is not None
+        self.guard.watch.attach(
+            self.global_rank,
+            self.world_size,
+            local_rank=self.local_rank,
+            node_rank=self.node_rank,
+        )
         self._context = setup_parallel(sizes, current=self._context, timeout=self._timeout)
 
     # -- set-up and teardown ------------------------------------------------------------------
@@ -267,6 +282,7 @@ class DynamicCPStrategy(DDPStrategy):
             # made in inference mode they fail in a later backward pass.
             loop.inference_mode = False
         assert self.accelerator is not None
+        assert self.guard is not None
         self.accelerator.setup(trainer)
         context, device = self.context, self.root_device
         device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -285,7 +301,7 @@ class DynamicCPStrategy(DDPStrategy):
             max_length=getattr(getattr(trainer, "datamodule", None), "max_length", None),
             cost_model=measured,
         )
-        self._engine = DynamicCPEngine(context, settings)
+        self._engine = DynamicCPEngine(context, settings, self.guard.signals)
         self._cleanup.callback(self._engine.close)
         self.model_to_device()
         assert module.model is not None
@@ -416,6 +432,9 @@ class DynamicCPStrategy(DDPStrategy):
             assert part is not None
             part.teardown()
         self.checkpoint_io.teardown()
+        # None where others were to be started, and were not.
+        if self.guard is not None:
+            self.guard.watch.close()
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -7,7 +7,7 @@ With ``setup_parallel`` and ``install_cp_hooks`` (``lightning_dcp.parallel``) an
 # First, for its side effect: Megatron-Core's notices at import stay away.
 from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.optimizer import OptimizerSettings
-from lightning_dcp.engine.agreement import read_cost_model
+from lightning_dcp.engine.agreement import Signals, read_cost_model
 from lightning_dcp.engine.checkpoint import CheckpointFormat
 from lightning_dcp.engine.checkpoint.whole import (
     WHOLE,
@@ -32,6 +32,7 @@ __all__ = [
     "PlanSettings",
     "PlannedBatch",
     "PlanningLoader",
+    "Signals",
     "StepResult",
     "build_optimizer",
     "full_model_state",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,13 +15,31 @@ from lightning_dcp.planning import CostModel
 from lightning_dcp.planning.cost.calibration_file import read_calibration
 
 
+def _ignore(signum: int) -> None:
+    """What a loop of one's own does about signals."""
+
+
+@dataclass
+class Signals:
+    """Signals of the operating system, which all ranks act on at the same batch.
+
+    Attributes:
+        pending: Number of the signal that this process got and nobody has acted on; 0 for none.
+        act: Called with its number, on every rank, before the batch is run.
+    """
+
+    pending: int = 0
+    act: Callable[[int], None] = _ignore
+
+
 def agree_on_lengths(
     lengths: np.ndarray | None,
     error: Exception | None,
     group: dist.ProcessGroup,
     *,
     units: np.ndarray | None = None,
-) -> None:
+    signal: int = 0,
+) -> int:
     """Compares a checksum of what a plan is made from over ``group``; a collective.
 
     A rank that refused its batch takes part as well, so that nobody waits for it.
@@ -29,12 +49,16 @@ def agree_on_lengths(
         error: Why this rank refused its batch, or None.
         group: A gloo group of all ranks.
         units: ``[num_samples]``: samples with equal ids stay together; None where all are free.
+        signal: Number of the signal that this process got; 0 for none.
+
+    Returns:
+        The highest ``signal`` of all ranks.
 
     Raises:
         Exception: ``error`` itself, on the rank that had it.
         ValueError: Another rank refused its batch, or the batches differ; on every rank.
     """
-    mine = torch.zeros(1, 4, dtype=torch.int64)
+    mine = torch.zeros(1, 5, dtype=torch.int64)
     if error is not None or lengths is None:
         mine[0, 0] = 1
     else:
@@ -44,13 +68,14 @@ def agree_on_lengths(
         checksum = zlib.crc32(lengths.tobytes())
         if units is not None:
             checksum = zlib.crc32(np.ascontiguousarray(units, dtype=np.int64).tobytes(), checksum)
-        mine[0, 1:] = torch.tensor([len(lengths), lengths.sum(), checksum])
+        mine[0, 1:4] = torch.tensor([len(lengths), lengths.sum(), checksum])
+    mine[0, 4] = signal
     # One small message a step tells whether all is well; texts travel only where it is not.
-    table = torch.zeros(dist.get_world_size(group), 4, dtype=torch.int64)
+    table = torch.zeros(dist.get_world_size(group), 5, dtype=torch.int64)
     dist.all_gather_single(table, mine, group=group)
     if bool(table[:, 0].any()):
         _raise_refusals(error, group, "its batch")
-    different = (table != table[0]).any(dim=1).nonzero().flatten().tolist()
+    different = (table[:, :4] != table[0, :4]).any(dim=1).nonzero().flatten().tolist()
     if different:
         rank = different[0]
         raise ValueError(
@@ -60,10 +85,11 @@ def agree_on_lengths(
             "Trainer(use_distributed_sampler=True) as it is, or make a sampler of your own give "
             "all ranks the same samples in the same order."
         )
+    return int(table[:, 4].max())
 
 
 def _describe(row: torch.Tensor) -> str:
-    _, samples, tokens, checksum = row.tolist()
+    _, samples, tokens, checksum, _ = row.tolist()
     return f"{samples} samples of {tokens} tokens (checksum of lengths and units {checksum:08x})"
 
 

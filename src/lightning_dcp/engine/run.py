@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from lightning_dcp.engine.agreement import agree_on_lengths
+from lightning_dcp.engine.agreement import Signals, agree_on_lengths
 from lightning_dcp.engine.collect import RowOutputs, checked_outputs, collect_outputs
 from lightning_dcp.engine.losses import (
     LossTotals,
@@ -73,13 +73,17 @@ class DynamicCPEngine:
     Args:
         context: The parallel state.
         settings: How to plan.
+        signals: What this process was sent; all ranks act on it in :meth:`prepare`.
 
     ``prefetcher`` makes plans of batches that are submitted to it while a step runs.
     """
 
-    def __init__(self, context: ParallelContext, settings: PlanSettings) -> None:
+    def __init__(
+        self, context: ParallelContext, settings: PlanSettings, signals: Signals | None = None
+    ) -> None:
         self.context = context
         self.settings = settings
+        self.signals = Signals() if signals is None else signals
         self.prefetcher = PlanPrefetcher(
             lambda lengths, units: make_plan(lengths, settings, keep_together=units)
         )
@@ -136,7 +140,11 @@ class DynamicCPEngine:
             error = refused
         # Reached by a rank that refused its batch, too: the others would wait for it in the step.
         lengths = None if planned is None else planned.batch.lengths
-        agree_on_lengths(lengths, error, self.context.host_group, units=units)
+        signal = agree_on_lengths(
+            lengths, error, self.context.host_group, units=units, signal=self.signals.pending
+        )
+        if signal:
+            self.signals.act(signal)
         assert planned is not None
         return planned
 

@@ -5,6 +5,7 @@ from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.context import ParallelContext, setup_parallel
 from lightning_dcp.parallel.cp_hooks import install_cp_hooks
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode
+from lightning_dcp.parallel.faults import PATIENCE, FaultWatch, end_processes, say
 from lightning_dcp.parallel.groups import DynamicCPGroups
 from lightning_dcp.parallel.packed_params import (
     BatchTotals,
@@ -13,16 +14,20 @@ from lightning_dcp.parallel.packed_params import (
 )
 
 __all__ = [
+    "PATIENCE",
     "BatchTotals",
     "BoundPackedSeqParams",
     "DynamicCPGroups",
+    "FaultWatch",
     "ParallelContext",
     "ParallelSizes",
     "bind_micro_batch",
     "cpu_mode_is_active",
     "disable_cpu_mode",
     "enable_cpu_mode",
+    "end_processes",
     "install_cp_hooks",
     "quiet_megatron",
+    "say",
     "setup_parallel",
 ]
