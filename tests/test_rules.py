@@ -6,8 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
+import lightning_dcp
 from lightning_dcp import DPO, SFT, ModelConfig, MoEConfig, Recompute, ValueLoss
 from lightning_dcp.rules import RULES, as_table, refuse
 
@@ -20,6 +33,15 @@ PLAIN_TRAINER = {
     "strategy": SimpleNamespace(),
     "datamodule": None,
 }
+
+
+class Subclassed(lightning_dcp.WeightAveraging):
+    """As a user's own, with another ``should_update``."""
+
+
+class OwnBackward(LightningModule):
+    def backward(self, loss):
+        loss.backward()
 
 
 def trainer(**options):
@@ -62,10 +84,56 @@ CASES = [
         },
         "vocabulary of 300 ids, the model one of 257",
     ),
+    ({"module": OwnBackward()}, "OwnBackward.backward would never be called"),
+    *(
+        ({"callbacks": [callback]}, f"^{message}")
+        for callback, message in (
+            (StochasticWeightAveraging(swa_lrs=0.1), "StochasticWeightAveraging does not work"),
+            (
+                EMAWeightAveraging(),
+                "EMAWeightAveraging does not work .* Use the class of the same name",
+            ),
+            (BaseFinetuning(), "BaseFinetuning does not work .* in on_fit_start"),
+            (GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler does not work"),
+            (BatchSizeFinder(), "BatchSizeFinder does not work .* finds a cap"),
+            (ModelPruning("l1_unstructured"), "ModelPruning does not work"),
+            (ThroughputMonitor(len), "ThroughputMonitor does not work .* lightning_dcp.Thr"),
+        )
+    ),
 ]
+# Of Lightning: the rows that they are in the table of docs/features.md.
+REFUSED = {
+    "accumulate_grad_batches=2": [("Trainer argument", "Trainer(accumulate_grad_batches=)")],
+    "gradient_clip_algorithm='value'": [
+        ("Trainer argument", "Trainer(gradient_clip_algorithm='value')")
+    ],
+    "sync_batchnorm=True": [("Trainer argument", "Trainer(sync_batchnorm=)")],
+    "OwnBackward.backward would never be called": [("hook", "LightningModule.backward")],
+    **{
+        f"^{name} does": [("callback", name)]
+        for name in (
+            "StochasticWeightAveraging",
+            "GradientAccumulationScheduler",
+            "BatchSizeFinder",
+            "ModelPruning",
+            "ThroughputMonitor",
+        )
+    },
+    "^EMAWeightAveraging does": [
+        ("callback", "WeightAveraging"),
+        ("callback", "EMAWeightAveraging"),
+    ],
+    "^BaseFinetuning does": [("callback", "BaseFinetuning"), ("callback", "BackboneFinetuning")],
+}
 
 
-@pytest.mark.parametrize(("facts", "message"), CASES, ids=[message[:40] for _, message in CASES])
+def marked(facts, message):
+    rows = next((rows for start, rows in REFUSED.items() if message.startswith(start)), [])
+    marks = [pytest.mark.lightning(*row, "refused") for row in rows]
+    return pytest.param(facts, message, marks=marks, id=message[:40])
+
+
+@pytest.mark.parametrize(("facts", "message"), [marked(*case) for case in CASES])
 def test_each_rule_refuses_its_smallest_case(facts, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         refuse(**facts)
@@ -86,6 +154,19 @@ def test_every_rule_has_a_case_and_no_case_breaks_two():
     ]
     assert all(len(rules) == 1 for rules in broken)
     assert {id(rule) for (rule,) in broken} == {id(rule) for rule in RULES}
+
+
+@pytest.mark.parametrize("callback", [WeightAveraging(), BackboneFinetuning()])
+def test_callbacks_of_one_family_are_refused_alike(callback):
+    with pytest.raises(NotImplementedError, match=f"^{type(callback).__name__} does not work"):
+        refuse(callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    "cls", [lightning_dcp.EMAWeightAveraging, lightning_dcp.WeightAveraging, Subclassed]
+)
+def test_ours_are_not_refused(cls):
+    refuse(callbacks=[cls(), lightning_dcp.ThroughputMonitor()])
 
 
 def test_what_is_not_known_yet_is_not_refused():

@@ -11,6 +11,7 @@ from lightning_dcp._registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_dcp.callbacks import StepReport as StepReport
+    from lightning_dcp.callbacks import ThroughputMonitor as ThroughputMonitor
     from lightning_dcp.config.model import ModelConfig as ModelConfig
     from lightning_dcp.config.model import Recompute as Recompute
     from lightning_dcp.config.moe import MoEConfig as MoEConfig
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from lightning_dcp.planning import plan_global_batch as plan_global_batch
     from lightning_dcp.prediction_writer import PredictionWriter as PredictionWriter
     from lightning_dcp.strategy import DynamicCPStrategy as DynamicCPStrategy
+    from lightning_dcp.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from lightning_dcp.weight_averaging import WeightAveraging as WeightAveraging
 
 # A public name and the module that has it; mypy reads the imports above instead.
 _MODULES = {
@@ -45,6 +48,7 @@ _MODULES = {
     "DynamicCPEngine": "engine",
     "DynamicCPModule": "module",
     "DynamicCPStrategy": "strategy",
+    "EMAWeightAveraging": "weight_averaging",
     "Extra": "objectives",
     "LRSchedule": "config.optimizer",
     "MicroBatch": "packing",
@@ -64,8 +68,10 @@ _MODULES = {
     "StepResult": "engine",
     "SyntheticDataModule": "data",
     "TextDataModule": "data",
+    "ThroughputMonitor": "callbacks",
     "TopKDistillation": "objectives",
     "ValueLoss": "objectives",
+    "WeightAveraging": "weight_averaging",
     "draw_plan": "planning",
     "linear_cross_entropy": "loss",
     "plan_global_batch": "planning",

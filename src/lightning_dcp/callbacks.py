@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, override
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch
+from lightning.fabric.utilities.throughput import Throughput, get_available_flops
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_dcp.config.checks import check_at_least
@@ -73,6 +76,66 @@ class StepReport(Callback):
             f"{len(self._last)} steps {last:.4f}",
             flush=True,
         )
+
+
+def num_samples(batch: Mapping[str, Any]) -> int:
+    """Sequences of a jagged global batch."""
+    return int(batch["input_ids"].size(0))
+
+
+def num_tokens(batch: Mapping[str, Any]) -> int:
+    """Tokens of a jagged global batch."""
+    return int(batch["input_ids"].values().numel())
+
+
+class ThroughputMonitor(callbacks.ThroughputMonitor):
+    """Lightning's ``ThroughputMonitor`` for global batches, which every rank has whole.
+
+    Samples, tokens and batches a second count each global batch once; those of a device are that
+    over the number of devices. FLOPs are the module's ``flops_per_batch``, and the utilisation
+    (``mfu``) is of the peak of the type that it computes in.
+
+    Args:
+        batch_size_fn: Samples of a batch.
+        length_fn: Tokens of a batch.
+        kwargs: As Lightning's, ``window_size`` say.
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int] = num_samples,
+        length_fn: Callable[[Any], int] | None = num_tokens,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(batch_size_fn, length_fn, **kwargs)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        dtype = getattr(trainer.precision_plugin, "dtype", torch.float32)
+        self.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
+        for running_stage in self._throughputs:
+            self._throughputs[running_stage] = _OfWholeBatches(
+                available_flops=self.available_flops,
+                world_size=trainer.world_size,
+                **self.kwargs,
+            )
+
+
+class _OfWholeBatches(Throughput):
+    """Counts what all ranks do together, where Lightning's counts what one of them does."""
+
+    @override
+    def compute(self) -> dict[str, int | float]:
+        metrics = super().compute()
+        for name in ("batches_per_sec", "samples_per_sec", "items_per_sec"):
+            of_device = f"device{self.separator}{name}"
+            if of_device in metrics:
+                whole = metrics[of_device]
+                metrics[of_device] = whole / self.world_size
+                if self.world_size > 1:
+                    metrics[name] = whole
+        return metrics
 
 
 @rank_zero_only

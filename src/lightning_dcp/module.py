@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, cast, override
 
@@ -17,9 +18,11 @@ from lightning_dcp.config.optimizer import LRSchedule
 from lightning_dcp.engine import (
     DynamicCPEngine,
     MegatronOptimizer,
+    MetricSums,
     OptimizerSettings,
     PlannedBatch,
     StepResult,
+    check_wrapped,
     lr_scheduler,
 )
 from lightning_dcp.model import (
@@ -42,6 +45,7 @@ from lightning_dcp.objectives import (
 )
 from lightning_dcp.packing import (
     ROUTES,
+    GlobalBatch,
     MicroBatch,
     RouteShape,
     pack_micro_batch,
@@ -63,6 +67,7 @@ class EngineStrategy(Protocol):
     precision_plugin: MegatronPrecision
     recompute: Recompute
     fp8: str | None
+    shows_gradients: bool
 
     def build_optimizer(self, settings: OptimizerSettings) -> MegatronOptimizer:
         """Megatron-Core's optimizer for the module's model."""
@@ -137,7 +142,29 @@ class DynamicCPModule(LightningModule):
         self.record_routes = record_routes
         self.model: torch.nn.Module | None = None
         self.last_step: StepResult | None = None
+        self._open_metrics: MetricSums | None = None
         self._built_on: Any = None
+
+    @property
+    def flops_per_batch(self) -> int | None:
+        """Floating-point operations of the last training step on each device; None before it.
+
+        Of the model itself, as a model's FLOPs utilisation counts them: without recomputation,
+        padding and depths of multi-token prediction. Lightning's throughput monitors read it.
+        """
+        if self.last_step is None or not self.trainer.training:
+            return None
+        whole = self.model_config.sizes.training_flops(self.last_step.plan.lengths)
+        return round(whole / self.trainer.world_size)
+
+    @property
+    def lr(self) -> float:
+        """The highest learning rate, where Lightning's learning rate finder looks for it."""
+        return self.optimizer_settings.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.optimizer_settings = replace(self.optimizer_settings, lr=value)
 
     @property
     def vocab_size(self) -> int | None:
@@ -247,6 +274,54 @@ class DynamicCPModule(LightningModule):
             losses = torch.where(micro_batch.loss_mask, losses, 0).sum()
         return losses, self.objective.count(micro_batch)
 
+    def log_micro_batch(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Logs from :meth:`micro_batch_step`: the step's value is the sum over the sum of counts.
+
+        Both are summed over the micro-batches of the step and the ranks of the pool. The training
+        step logs ``name``; validation and test log ``val_name`` and ``test_name``, means over the
+        epoch by the counts. Ranks without a micro-batch that logs need do nothing.
+
+        Args:
+            name: Under which it is logged.
+            total: The sum over this rank's rows of the micro-batch, a scalar.
+            count: What to divide by: this rank's target tokens, ``micro_batch.num_tokens``, say.
+
+        Raises:
+            RuntimeError: Called outside of ``micro_batch_step``; use ``log`` there.
+        """
+        if self._open_metrics is None:
+            raise RuntimeError("log_micro_batch is for micro_batch_step; use self.log elsewhere.")
+        self._open_metrics.add(name, total, count)
+
+    @override
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if self._open_metrics is not None:
+            raise RuntimeError(
+                f"self.log({name!r}) in micro_batch_step would keep the last micro-batch of this "
+                "rank alone. Use self.log_micro_batch(name, total, count): sums over this rank's "
+                "rows, which are added up over the step and the ranks; or self.log in log_step."
+            )
+        super().log(name, *args, **kwargs)
+
+    def _run_micro_batch(
+        self, metrics: MetricSums, micro_batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        # Nothing counts of a filler, which goes through the stages once more.
+        self._open_metrics = (
+            MetricSums(micro_batch.labels.device) if micro_batch.is_filler else metrics
+        )
+        try:
+            return self.micro_batch_step(micro_batch)
+        finally:
+            self._open_metrics = None
+
+    def _means_of(self, metrics: MetricSums) -> dict[str, tuple[Tensor, Tensor]]:
+        """Means over the step and the pool, and their counts; a collective."""
+        # Nothing of ours logs: a module that nobody changed is spared the exchange of names.
+        if type(self) is DynamicCPModule and "micro_batch_step" not in vars(self):
+            return {}
+        return metrics.means(self._strategy.context)
+
     def target_outputs(self, micro_batch: MicroBatch) -> TargetOutputs:
         """Runs the model; log-probabilities and entropies of the targets come when asked for."""
         states = self.hidden_states(micro_batch)
@@ -272,7 +347,15 @@ class DynamicCPModule(LightningModule):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         strategy = self._strategy
         planned = self._prepare(batch, mtp_depths=self.model_config.mtp_num_layers)
-        self.last_step = strategy.engine.train_step(strategy.ddp, planned, self.micro_batch_step)
+        metrics = MetricSums(strategy.context.device)
+        step = strategy.engine.train_step(
+            strategy.ddp,
+            planned,
+            partial(self._run_micro_batch, metrics),
+            force_all_reduce=strategy.shows_gradients,
+        )
+        means = {name: mean for name, (mean, _) in self._means_of(metrics).items()}
+        self.last_step = replace(step, metrics=means)
         self.log_step(self.last_step)
         # Detached: the backward passes have run, and the strategy's `backward` runs no other.
         return self.last_step.loss
@@ -286,9 +369,14 @@ class DynamicCPModule(LightningModule):
             routes=self.routes,
             target_extras=[extra.key for extra in objective.extras],
             mtp_depths=mtp_depths,
-            check=partial(objective.check, vocab_size=self.vocab_size),
+            check=self._check,
             keep_together=objective.keep_together,
         )
+
+    def _check(self, batch: GlobalBatch) -> None:
+        self.objective.check(batch, vocab_size=self.vocab_size)
+        if self.trainer.training:
+            check_wrapped(self)
 
     def log_step(self, step: StepResult) -> None:
         """Logs what a training step gave, once a step; equal on all ranks, so nothing is synced."""
@@ -302,7 +390,7 @@ class DynamicCPModule(LightningModule):
         }
         if step.plan_wait_share is not None:
             values["plan_wait_share"] = step.plan_wait_share
-        values |= step.router_losses | step.mtp_losses
+        values |= step.router_losses | step.mtp_losses | step.metrics
         samples = len(step.plan.lengths)
         self.log("train_loss", step.loss, prog_bar=True, batch_size=samples)
         self.log_dict(values, batch_size=samples)
@@ -378,8 +466,9 @@ class DynamicCPModule(LightningModule):
     def _evaluate(self, batch: Mapping[str, Any], name: str) -> None:
         """Logs the mean over the epoch of what the objective counts, over all batches."""
         # No depths of multi-token prediction: they run in training only.
+        metrics = MetricSums(self._strategy.context.device)
         step = self._strategy.engine.eval_step(
-            self._prepare(batch), self.micro_batch_step, model=self.model
+            self._prepare(batch), partial(self._run_micro_batch, metrics), model=self.model
         )
         # Lightning weighs its mean over the epoch by the batch size, which it wants as a number.
         num_tokens = int(step.num_tokens)
@@ -388,6 +477,10 @@ class DynamicCPModule(LightningModule):
             self.log(
                 name, step.loss, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=num_tokens
             )
+        prefix = name.removesuffix("loss")
+        for key, (mean, count) in self._means_of(metrics).items():
+            if weight := round(float(count)):
+                self.log(prefix + key, mean, on_epoch=True, batch_size=weight)
 
     def _without_unused_routes(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch without ``routed_experts`` that are not to be replayed."""

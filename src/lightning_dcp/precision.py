@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import override
+from collections.abc import Callable
+from typing import Any, cast, override
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.precision import Steppable
 from lightning.pytorch.utilities import GradClipAlgorithmType
+
+from lightning_dcp.engine import MegatronOptimizer
 
 _DTYPES = {
     "32-true": torch.float32,
@@ -43,12 +47,29 @@ class MegatronPrecision(Precision):
         return _DTYPES[self.precision]
 
     @override
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own
+        self,
+        optimizer: Steppable,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        # Until `configure_gradient_clipping` of this step asks for it.
+        cast(MegatronOptimizer, optimizer).clip_to(0.0)
+        return super().optimizer_step(optimizer, model, closure, **kwargs)
+
+    @override
     def clip_gradients(
         self,
         optimizer: Steppable,
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
+        if clip_val > 0 and gradient_clip_algorithm != GradClipAlgorithmType.NORM:
+            raise ValueError(
+                "clip_gradients(gradient_clip_algorithm='value') does not work with "
+                "DynamicCPStrategy, whose optimizer clips by the global norm. Use 'norm'."
+            )
         # Megatron-Core's optimizer clips, by the norm over all shards. Torch's function would see
         # those of this rank alone.
-        pass
+        cast(MegatronOptimizer, optimizer).clip_to(float(clip_val))

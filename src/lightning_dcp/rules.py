@@ -13,7 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightning_dcp.config.model import ModelConfig, Recompute
@@ -230,6 +239,21 @@ def _manual_optimization(module: LightningModule) -> None:
         )
 
 
+@rule(
+    "`backward` of one's own",
+    "this strategy",
+    instead="`micro_batch_step`, or gradients in `on_before_optimizer_step`",
+)
+def _own_backward(module: LightningModule) -> None:
+    own = getattr(type(module), "backward", LightningModule.backward)
+    if own is not LightningModule.backward:
+        raise NotImplementedError(
+            f"{type(module).__name__}.backward would never be called: the engine runs a backward "
+            "pass for each micro-batch. Change the loss in micro_batch_step, or gradients in "
+            "on_before_optimizer_step."
+        )
+
+
 @rule("a tokenizer", "a smaller vocabulary of the model", instead="`vocab_size` of the model")
 def _vocabulary_of_data(trainer: Trainer, module: LightningModule) -> None:
     datamodule = getattr(trainer, "datamodule", None)
@@ -241,3 +265,104 @@ def _vocabulary_of_data(trainer: Trainer, module: LightningModule) -> None:
             f"{type(datamodule).__name__} has a vocabulary of {of_data} ids, the model one of "
             f"{of_model}. Set the model's vocab_size to {of_data}."
         )
+
+
+# -- of callbacks ---------------------------------------------------------------------------------
+
+
+def _refuse_callback(callbacks: list[Callback], kind: type[Callback], instead: str) -> None:
+    for callback in callbacks:
+        # Ours are subclasses of Lightning's, and a user's may be of ours.
+        is_ours = any(base.__module__.startswith("lightning_dcp.") for base in type(callback).mro())
+        if isinstance(callback, kind) and not is_ours:
+            raise NotImplementedError(
+                f"{type(callback).__name__} does not work with DynamicCPStrategy: {instead}."
+            )
+
+
+@rule(
+    "`StochasticWeightAveraging`",
+    "this strategy",
+    instead="`lightning_dcp.WeightAveraging`",
+)
+def _stochastic_weight_averaging(callbacks: list[Callback]) -> None:
+    _refuse_callback(
+        callbacks,
+        StochasticWeightAveraging,
+        "it would average nothing. Use lightning_dcp.WeightAveraging, and LRSchedule for the rate",
+    )
+
+
+@rule(
+    "Lightning's `WeightAveraging`, `EMAWeightAveraging`",
+    "this strategy",
+    instead="`lightning_dcp.WeightAveraging`, `lightning_dcp.EMAWeightAveraging`",
+)
+def _weight_averaging(callbacks: list[Callback]) -> None:
+    _refuse_callback(
+        callbacks,
+        WeightAveraging,
+        "it copies the module, whose weights are shared among the ranks. Use the class of the "
+        "same name in lightning_dcp, which has the same arguments and hooks",
+    )
+
+
+@rule(
+    "`BaseFinetuning`, `BackboneFinetuning`",
+    "this strategy",
+    instead="`requires_grad_` in `on_fit_start` and later hooks",
+)
+def _finetuning(callbacks: list[Callback]) -> None:
+    _refuse_callback(
+        callbacks,
+        BaseFinetuning,
+        "it looks for the model before there is one, and regroups the optimizer's parameters, "
+        "which Megatron-Core lays out once. In a callback of your own freeze with "
+        "pl_module.model...requires_grad_(False) in on_fit_start, and let go with "
+        "requires_grad_(True) in on_train_epoch_start",
+    )
+
+
+@rule(
+    "`GradientAccumulationScheduler`",
+    "this strategy",
+    instead="a larger `global_batch_size`",
+)
+def _accumulation_scheduler(callbacks: list[Callback]) -> None:
+    _refuse_callback(
+        callbacks,
+        GradientAccumulationScheduler,
+        "micro-batches are planned inside one global batch. Raise the DataModule's "
+        "global_batch_size",
+    )
+
+
+@rule("`BatchSizeFinder`", "this strategy", instead="`lightning-dcp plan --suggest`")
+def _batch_size_finder(callbacks: list[Callback]) -> None:
+    _refuse_callback(
+        callbacks,
+        BatchSizeFinder,
+        "memory depends on max_seqlen_per_dp_cp_rank, and not on the batch size. "
+        "`lightning-dcp plan --suggest` finds a cap",
+    )
+
+
+@rule("`ModelPruning`", "this strategy", instead="pruning before or after the training")
+def _pruning(callbacks: list[Callback]) -> None:
+    _refuse_callback(
+        callbacks,
+        ModelPruning,
+        "it replaces weights that Megatron-Core has laid out in buffers",
+    )
+
+
+@rule(
+    "Lightning's `ThroughputMonitor`", "this strategy", instead="`lightning_dcp.ThroughputMonitor`"
+)
+def _throughput(callbacks: list[Callback]) -> None:
+    _refuse_callback(
+        callbacks,
+        ThroughputMonitor,
+        "every rank has the whole global batch, and it would count each once. Use "
+        "lightning_dcp.ThroughputMonitor",
+    )

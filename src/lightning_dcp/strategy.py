@@ -32,8 +32,9 @@ from lightning_dcp.engine import (
     PlanSettings,
     build_optimizer,
     read_cost_model,
-    wrap_chunks,
+    wrap_module,
 )
+from lightning_dcp.hooks import callbacks_of, check_step_output, looks_at_gradients, tell_size
 from lightning_dcp.launchers import RunGuard, launcher_of, meeting_point_in_errors
 from lightning_dcp.model import ModelConfig, Recompute, check_routers, model_chunks
 from lightning_dcp.module import DynamicCPModule
@@ -167,6 +168,7 @@ class DynamicCPStrategy(DDPStrategy):
         self._engine: DynamicCPEngine | None = None
         self._context: ParallelContext | None = None
         self._ddp: list[DistributedDataParallel] | None = None
+        self.shows_gradients = False
         self._cleanup = ExitStack()
         # The launcher sets it, in each process of a run.
         self.guard: RunGuard | None = None
@@ -208,7 +210,7 @@ class DynamicCPStrategy(DDPStrategy):
 
     @property
     def ddp(self) -> list[DistributedDataParallel]:
-        """This rank's chunks of the model, wrapped to be trained.
+        """This rank's chunks of the model, wrapped to be trained, and what else the module trains.
 
         Raises:
             RuntimeError: Outside a fit.
@@ -255,6 +257,8 @@ class DynamicCPStrategy(DDPStrategy):
             precision=self.precision_plugin.precision,
             on_gpu=self.root_device.type == "cuda",
         )
+        # Before callbacks are set up, some of which look for a model.
+        refuse(callbacks=callbacks_of(module.trainer))
         with meeting_point_in_errors(self):
             super().setup_environment()
         assert self.guard is not None
@@ -309,14 +313,17 @@ class DynamicCPStrategy(DDPStrategy):
         check_routers(chunks, module.routes, self.context.sizes)
         for chunk in chunks:
             self._cleanup.callback(install_cp_hooks(chunk))
+        tell_size(module, self.context)
         # Gradient buffers take four bytes a weight: a run that does not train makes none.
         if trainer.state.fn == TrainerFn.FITTING:
-            self._ddp = wrap_chunks(
+            self._ddp = wrap_module(
+                module,
                 chunks,
                 self.context,
                 use_distributed_optimizer=self.use_distributed_optimizer,
                 overlap_grad_reduce=self.overlap_grad_reduce,
             )
+            self.shows_gradients = looks_at_gradients([module, *callbacks_of(trainer)])
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -379,12 +386,19 @@ class DynamicCPStrategy(DDPStrategy):
                 f"trainer.strategy.build_optimizer(...); configure_optimizers returned {found}."
             )
 
+    @property
+    def optimizer_of_fit(self) -> MegatronOptimizer:
+        """The fit's optimizer, without Lightning's wrapper."""
+        (optimizer,) = self.optimizers
+        return _unwrapped(optimizer)
+
     def build_optimizer(
         self, settings: OptimizerSettings | OptimizerConfig | None = None
     ) -> MegatronOptimizer:
         """Megatron-Core's optimizer for the module's model; for ``configure_optimizers``.
 
-        Gradients are clipped to the global norm of ``Trainer(gradient_clip_val=...)``.
+        Gradients are clipped to the global norm of ``Trainer(gradient_clip_val=...)``, by
+        Lightning's hook ``configure_gradient_clipping``.
 
         Args:
             settings: Ours, or Megatron-Core's own config for all that it can do.
@@ -392,12 +406,7 @@ class DynamicCPStrategy(DDPStrategy):
         Raises:
             RuntimeError: Called before the strategy is set up to fit.
         """
-        ddp = self.ddp
-        # Megatron-Core has 0 for no clipping, Lightning None.
-        clip = self._module.trainer.gradient_clip_val or 0.0
-        return build_optimizer(
-            ddp, self.context, settings or OptimizerSettings(), clip_grad=float(clip)
-        )
+        return build_optimizer(self.ddp, self.context, settings or OptimizerSettings())
 
     @property
     @override
@@ -460,11 +469,21 @@ class DynamicCPStrategy(DDPStrategy):
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        before = module.last_step
+        output = super().training_step(*args, **kwargs)
+        check_step_output(output, before, module.last_step)
+        return output
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         # The engine has run the backward passes in `training_step`: Lightning zeroes gradients
         # between the two, and would wipe them. Its hooks fire, nothing else is left.
         module = self._module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self.shows_gradients:
+            _unwrapped(optimizer).show_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -497,9 +516,8 @@ class DynamicCPStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         (state,) = checkpoint["optimizer_states"]
-        (optimizer,) = self.optimizers
         self.checkpoint_format.load_optimizer_state(
-            _unwrapped(optimizer), self._module, state, self.context
+            self.optimizer_of_fit, self._module, state, self.context
         )
 
 

@@ -18,6 +18,7 @@ import tomllib
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_dcp as dcp
@@ -199,6 +200,24 @@ def logged_names(folder: str) -> list[str]:
     return sorted(names | set(run.callback_metrics))
 
 
+def callbacks_of_pages() -> tuple[list[bool], float]:
+    """Whether a step of each epoch moved the embedding, and the page's metric."""
+    later = namespace_of("callbacks.md")["EmbeddingLater"]()
+    module, moved = namespace_of("logging.md")["WithAccuracy"](CONFIG), []
+
+    def look(run: Any, module: Any) -> None:
+        (embedding,) = (w for name, w in module.model.named_parameters() if "embedding" in name)
+        moved.append(embedding.detach().clone())
+
+    run = trainers.trainer(
+        callbacks=[later, LambdaCallback(on_train_start=look, on_train_epoch_end=look)],
+        max_epochs=2,
+    )
+    run.fit(module, trainers.batches(1))
+    changed = [not torch.equal(one, two) for one, two in pairwise(moved)]
+    return changed, float(run.callback_metrics["share_of_likely"])
+
+
 def scheduler_of_step_lr() -> tuple[str, float]:
     module, run = namespace_of("logging.md")["WithStepLR"](CONFIG), trainers.trainer()
     run.fit(module, trainers.batches(1))
@@ -265,6 +284,7 @@ def everything(folder: str) -> dict[str, Any]:
         "whole": read_whole(folder),
         "logged": logged_names(folder),
         "scheduler": scheduler_of_step_lr(),
+        "callbacks": callbacks_of_pages(),
         "fits": moments_of_later_fits(),
         "asked": when_batches_are_asked_for(),
         "reinforcement": run_script("reinforcement-learning.md", folder),
@@ -274,6 +294,13 @@ def everything(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_two_processes(tmp_path_factory):
     return run_distributed(everything, 2, str(tmp_path_factory.mktemp("docs")), timeout=600.0)
+
+
+def test_the_pages_callbacks_do_what_they_say(on_two_processes):
+    for found in on_two_processes:
+        changed, share = found["callbacks"]
+        assert changed == [False, True]
+        assert 0 <= share < 1
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -66,6 +66,9 @@ def expected():
     )
 
 
+@pytest.mark.lightning("Trainer argument", "Trainer(accelerator=)", "works")
+@pytest.mark.lightning("Trainer argument", "Trainer(devices=)", "works")
+@pytest.mark.lightning("Trainer argument", "Trainer(strategy=)", "works")
 @pytest.mark.parametrize(
     ("world", "tp", "cap", "strategy"),
     [
@@ -222,6 +225,7 @@ def train_bf16():
     return losses, types
 
 
+@pytest.mark.lightning("Trainer argument", "Trainer(precision=)", "works")
 def test_bfloat16_trains_with_float32_masters_and_gradients():
     losses, types = run_distributed(train_bf16, 2)[0]
     assert types == {"weights": ["bfloat16"], "gradients": ["float32"], "masters": ["float32"]}
@@ -337,6 +341,13 @@ def test_a_batch_without_a_target_gives_zero_and_no_gradient():
     for losses, grads in run_distributed(all_masked, 2):
         assert losses == [0.0]
         assert grads == 0.0
+
+
+@pytest.mark.lightning("Trainer argument", "Trainer(num_nodes=)", "works")
+def test_nodes_multiply_the_world():
+    trainer = Trainer(strategy=DynamicCPStrategy(8), accelerator="cpu", devices=4, num_nodes=2)
+    assert trainer.world_size == 8
+    assert trainer.strategy.parallel_sizes(trainer.world_size).world_size == 8
 
 
 def test_strategy_needs_no_process_before_the_run_starts():

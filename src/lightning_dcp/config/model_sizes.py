@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -149,6 +149,16 @@ class ModelSizes:
         dense_layers = self.num_layers - self.num_moe_layers
         mlp = dense_layers * 3 * self.intermediate_size + self.num_moe_layers * moe
         return _BYTES * (self.num_layers * common + mlp)
+
+    def training_flops(self, lengths: Iterable[int]) -> int:
+        """Floating-point operations of a forward and a backward pass over causal sequences.
+
+        Six for each token and weight that it meets; attention's two products over half of all
+        pairs, twice again in the backward pass (Korthikanti et al. 2022).
+        """
+        weights = self.shared_weights + self.expert_weights
+        width = self.num_layers * self.num_attention_heads * self.head_dim
+        return sum(6 * weights * length + 6 * width * length**2 for length in lengths)
 
     @property
     def fingerprint(self) -> str:

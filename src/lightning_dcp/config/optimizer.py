@@ -14,7 +14,7 @@ class OptimizerSettings:
     """The optimizer: AdamW or SGD, by Megatron-Core."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
-    """AdamW, or SGD with momentum."""
+    """AdamW, or SGD with momentum, which needs use_distributed_optimizer=False."""
     lr: float = 3e-4
     """Highest learning rate."""
     weight_decay: float = 0.1

@@ -8,6 +8,7 @@ With ``setup_parallel`` and ``install_cp_hooks`` (``lightning_dcp.parallel``) an
 from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.optimizer import OptimizerSettings
 from lightning_dcp.engine.agreement import Signals, read_cost_model
+from lightning_dcp.engine.averages import AveragedWeights
 from lightning_dcp.engine.checkpoint import CheckpointFormat
 from lightning_dcp.engine.checkpoint.whole import (
     WHOLE,
@@ -16,7 +17,8 @@ from lightning_dcp.engine.checkpoint.whole import (
     load_full_model_state,
     load_full_optimizer_state,
 )
-from lightning_dcp.engine.ddp import wrap_chunks, wrap_ddp
+from lightning_dcp.engine.ddp import check_wrapped, wrap_chunks, wrap_ddp, wrap_module
+from lightning_dcp.engine.losses import MetricSums
 from lightning_dcp.engine.micro_batches import PlannedBatch
 from lightning_dcp.engine.optimizer import MegatronOptimizer, build_optimizer, lr_scheduler
 from lightning_dcp.engine.prefetch import PlanningLoader
@@ -25,9 +27,11 @@ from lightning_dcp.planning import PlanSettings
 
 __all__ = [
     "WHOLE",
+    "AveragedWeights",
     "CheckpointFormat",
     "DynamicCPEngine",
     "MegatronOptimizer",
+    "MetricSums",
     "OptimizerSettings",
     "PlanSettings",
     "PlannedBatch",
@@ -35,6 +39,7 @@ __all__ = [
     "Signals",
     "StepResult",
     "build_optimizer",
+    "check_wrapped",
     "full_model_state",
     "full_optimizer_state",
     "load_full_model_state",
@@ -43,4 +48,5 @@ __all__ = [
     "read_cost_model",
     "wrap_chunks",
     "wrap_ddp",
+    "wrap_module",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from lightning_dcp.parallel import ParallelContext, quiet_megatron
 
@@ -61,3 +63,90 @@ def wrap_chunks(
         wrap_ddp(chunk, context, is_later_chunk=index > 0, **options)
         for index, chunk in enumerate(chunks)
     ]
+
+
+class OutsideParameters(torch.nn.Module):
+    """What a LightningModule trains beside its model, as a chunk that DDP and optimizer take.
+
+    Every rank has a copy. A pipeline uses them where the model ends: in ``micro_batch_step``.
+    """
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], like: torch.nn.Module) -> None:
+        super().__init__()
+        self.config = get_model_config(like)
+        for name, parameter in parameters.items():
+            self.register_parameter(name.replace(".", "__"), parameter)
+
+
+def wrap_module(
+    module: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
+    context: ParallelContext,
+    **options: bool,
+) -> list[DistributedDataParallel]:
+    """:func:`wrap_chunks`, and one more for the parameters that ``module`` has outside of them."""
+    for parameter in module.parameters():
+        # Of an earlier fit, whose buffers are gone: it says below who has one now.
+        parameter.__dict__.pop("main_grad", None)
+    in_chunks = {id(parameter) for chunk in chunks for parameter in chunk.parameters()}
+    outside = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in in_chunks
+    }
+    wrapped = wrap_chunks(chunks, context, **options)
+    if not outside:
+        return wrapped
+    stages = context.pg_collection.pp
+    for parameter in outside.values():
+        # Nobody else makes them equal: each process has drawn its own.
+        dist.broadcast(parameter.data, src=0)
+        # Megatron-Core's mark of copies that other stages count in the norm.
+        parameter.shared = stages.rank() < stages.size() - 1  # type: ignore[attr-defined]
+    chunk = OutsideParameters(outside, chunks[0])
+    return [*wrapped, wrap_ddp(chunk, context, is_later_chunk=True, **options)]
+
+
+def check_wrapped(module: torch.nn.Module) -> None:
+    """Refuses weights that ask for a gradient and came too late to get one.
+
+    Raises:
+        ValueError: They were frozen, or not there, when the fit began.
+    """
+    late = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not hasattr(parameter, "main_grad")
+    ]
+    if late:
+        raise ValueError(
+            f"{', '.join(late[:3])} ({len(late)} in all) would not be trained: gradients and "
+            "optimizer states were laid out when the fit began, for what then had requires_grad. "
+            "Make parameters in __init__ or configure_model; what you freeze for a time, freeze in "
+            "on_fit_start, and no earlier."
+        )
+
+
+def finalize_outside(
+    ddp: DistributedDataParallel,
+    num_tokens: Tensor,
+    context: ParallelContext,
+    *,
+    force_all_reduce: bool,
+) -> None:
+    """Sums gradients of :class:`OutsideParameters` over pool and stages, and divides; a collective.
+
+    Args:
+        ddp: Their wrapper.
+        num_tokens: What the whole global batch counts.
+        context: The parallel state.
+        force_all_reduce: As ``DynamicCPEngine.train_step`` has it.
+    """
+    ddp.finish_grad_sync(force_all_reduce=force_all_reduce)
+    groups, tp_size = context.pg_collection, context.sizes.tensor_model_parallel_size
+    for buffer in ddp.buffers:
+        # Tensor-parallel ranks have found the same; summed, so that they stay the same to the bit.
+        for group in (groups.pp, groups.tp):
+            if group.size() > 1:
+                dist.all_reduce(buffer.grad_data, group=group)
+    ddp.scale_gradients(1.0 / (num_tokens.clamp(min=1) * tp_size))

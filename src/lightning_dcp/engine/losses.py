@@ -60,6 +60,48 @@ class LossTotals:
         return (both[0] / both[1].clamp(min=1)).float(), both[1].long()
 
 
+class MetricSums:
+    """What a step's micro-batches log on this rank: sums and counts by name.
+
+    Args:
+        device: Where the sums are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Adds scalars of a micro-batch's rows on this rank; nothing waits for the device."""
+        both = [
+            torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
+            for value in (total, count)
+        ]
+        if any(value.dim() for value in both):
+            raise ValueError(
+                f"log_micro_batch({name!r}, ...) takes a sum and a count, two scalars, found "
+                f"shapes {[tuple(value.shape) for value in both]}."
+            )
+        new = torch.stack(both)
+        self._sums[name] = self._sums[name] + new if name in self._sums else new
+
+    def means(self, context: ParallelContext) -> dict[str, tuple[Tensor, Tensor]]:
+        """By name the mean over the global batch (float32) and its count; a collective."""
+        # A rank may have run no micro-batch that logs, and stages but the last never do.
+        of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, list(self._sums), group=context.host_group)
+        names = sorted({name for of_rank in of_ranks for name in of_rank})
+        if not names:
+            return {}
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
+        table = torch.stack([self._sums.get(name, nothing) for name in names])
+        for group in (context.pg_collection.dp_cp, context.pg_collection.pp):
+            dist.all_reduce(table, group=group)
+        # Nothing counted is a mean of 0, and not 0 / 0.
+        means = (table[:, 0] / torch.where(table[:, 1] == 0, 1, table[:, 1])).float()
+        return {name: (means[i], table[i, 1]) for i, name in enumerate(names)}
+
+
 def _checked(output: Any) -> tuple[Tensor, Tensor]:
     """What a user's step returned, or an error that says what it has to return."""
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_dcp.engine.agreement import Signals, agree_on_lengths
 from lightning_dcp.engine.collect import RowOutputs, checked_outputs, collect_outputs
+from lightning_dcp.engine.ddp import OutsideParameters, finalize_outside
 from lightning_dcp.engine.losses import (
     LossTotals,
     MicroBatchStep,
@@ -27,6 +28,7 @@ from lightning_dcp.engine.micro_batches import (
     micro_batches,
     steps_to_run,
 )
+from lightning_dcp.engine.optimizer import hide_gradients
 from lightning_dcp.engine.pipeline import run_pipeline
 from lightning_dcp.engine.prefetch import PlanPrefetcher, UnitIds, units_of
 from lightning_dcp.model import gather_recorded, model_chunks
@@ -57,6 +59,7 @@ class StepResult:
             means over the global batch and the layers.
         mtp_losses: Of a training step with multi-token prediction, by name: each depth's mean over
             its targets of the global batch.
+        metrics: What micro-batches logged, by name: means over the global batch.
     """
 
     loss: Tensor
@@ -65,6 +68,7 @@ class StepResult:
     plan_wait_share: float | None = None
     router_losses: dict[str, Tensor] = field(default_factory=dict)
     mtp_losses: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class DynamicCPEngine:
@@ -88,6 +92,7 @@ class DynamicCPEngine:
             lambda lengths, units: make_plan(lengths, settings, keep_together=units)
         )
         self._last_start: float | None = None
+        self._had_frozen = False
 
     def close(self) -> None:
         """Ends the thread that makes plans."""
@@ -171,7 +176,8 @@ class DynamicCPEngine:
         ranks, and divided by the target tokens of the whole global batch.
 
         Args:
-            ddp: The model, wrapped, or each chunk of this rank's part; buffers are zeroed first.
+            ddp: The model, wrapped, or each chunk of this rank's part, and a module's parameters
+                outside of it; buffers are zeroed first.
             planned: From :meth:`prepare`.
             micro_batch_step: Gives (loss sum, target tokens) of a micro-batch on this rank; called
                 where the model ends.
@@ -183,32 +189,32 @@ class DynamicCPEngine:
         # At most 1: a loop that prepares further ahead may have waited before this time began.
         wait_share = None if before is None else min(planned.plan_wait / (now - before), 1.0)
 
-        chunks = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)
-        for chunk in chunks:
-            chunk.force_all_reduce = force_all_reduce
-            chunk.zero_grad_buffer()
-            # Megatron-Core's optimizers point `grad` at `main_grad`: what the last step left there
-            # DDP's hook would add once more.
-            for parameter in chunk.module.parameters():
-                parameter.grad = None
+        wrapped = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)
+        self._zero_gradients(wrapped, force_all_reduce)
+        chunks = [one for one in wrapped if not isinstance(one.module, OutsideParameters)]
+        outside = [one for one in wrapped if isinstance(one.module, OutsideParameters)]
 
         totals = LossTotals(micro_batch_step, self.context.device)
         num_steps = len(steps_to_run(planned.plan, self.context.sizes))
-        if self._is_pipeline:
-            run_pipeline(
-                [chunk.module for chunk in chunks],
-                self.micro_batches(planned),
-                totals.add,
-                self.context,
-                num_micro_batches=num_steps,
-                no_sync=[chunk.no_sync for chunk in chunks],
-            )
-        else:
-            for index, micro_batch in enumerate(self.micro_batches(planned)):
-                # Only in the last backward pass may DDP start to reduce. All ranks run as many
-                # micro-batches, so that they all start with the same one.
-                with nullcontext() if index == num_steps - 1 else chunks[0].no_sync():
-                    totals.add(micro_batch).backward()
+        with ExitStack() as passes:
+            # Micro-batches of the model say which pass is its last, and not when these are done.
+            for one in outside:
+                passes.enter_context(one.no_sync())
+            if self._is_pipeline:
+                run_pipeline(
+                    [chunk.module for chunk in chunks],
+                    self.micro_batches(planned),
+                    totals.add,
+                    self.context,
+                    num_micro_batches=num_steps,
+                    no_sync=[chunk.no_sync for chunk in chunks],
+                )
+            else:
+                for index, micro_batch in enumerate(self.micro_batches(planned)):
+                    # Only in the last backward pass may DDP start to reduce. All ranks run as many
+                    # micro-batches, so that they all start with the same one.
+                    with nullcontext() if index == num_steps - 1 else chunks[0].no_sync():
+                        totals.add(micro_batch).backward()
 
         # Reduces the gradients, sums the tokens over the pool in place, and divides by them.
         finalize_model_grads(
@@ -218,6 +224,8 @@ class DynamicCPEngine:
             force_all_reduce=force_all_reduce,
         )
         loss, num_tokens = totals.mean(self.context)
+        for one in outside:
+            finalize_outside(one, num_tokens, self.context, force_all_reduce=force_all_reduce)
         return StepResult(
             loss,
             num_tokens,
@@ -226,6 +234,24 @@ class DynamicCPEngine:
             router_losses=collect_router_losses(chunks, self.context),
             mtp_losses=collect_mtp_losses(chunks, self.context),
         )
+
+    def _zero_gradients(
+        self, wrapped: Sequence[DistributedDataParallel], force_all_reduce: bool
+    ) -> None:
+        trained = [parameter for one in wrapped for parameter in one.params_with_grad]
+        has_frozen = not all(parameter.requires_grad for parameter in trained)
+        for one in wrapped:
+            one.force_all_reduce = force_all_reduce
+            if has_frozen or self._had_frozen:
+                # DDP starts to reduce when as many gradients are there as in the first step. Of a
+                # first step it waits for the end: as many come in this one as are not frozen.
+                for group in one.bucket_groups + one.expert_parallel_bucket_groups:
+                    group.is_first_batch, group.per_param_grad_ready_counts = True, {}
+            one.zero_grad_buffer()
+        self._had_frozen = has_frozen
+        # Megatron-Core's optimizers point `grad` at `main_grad`: what the last step left there
+        # DDP's hook would add once more.
+        hide_gradients(trained)
 
     @torch.no_grad()
     def eval_step(

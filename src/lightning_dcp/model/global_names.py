@@ -67,6 +67,11 @@ class WholeNames:
             count=1,
         )
 
+    def of_original(self, name: str, tensor: Tensor | None) -> str:
+        """The name in the whole model; of a copy of a tied embedding, that of the embedding."""
+        whole_name = self(name)
+        return tied_to(whole_name) if tensor is not None and is_copy(name, tensor) else whole_name
+
 
 def merge_over_tp(tensor: Tensor, parameter: Tensor | None, context: ParallelContext) -> Tensor:
     """The whole of a tensor that tensor parallelism splits like ``parameter``; a collective."""
@@ -107,6 +112,23 @@ def mark_whole_experts(model: torch.nn.Module) -> None:
                 parameter.is_whole_expert = True
 
 
+def count_parameters(module: torch.nn.Module, context: ParallelContext) -> int:
+    """Parameters of the whole model, in any layout of ranks; a collective."""
+    groups, tp_size = context.pg_collection, context.sizes.tensor_model_parallel_size
+    share = 0.0
+    for name, parameter in module.named_parameters():
+        if is_copy(name, parameter):
+            continue
+        if getattr(parameter, "allreduce", True):
+            copies = groups.dp_cp.size() * (1 if _is_split(parameter) else tp_size)
+        else:
+            copies = groups.expt_dp.size()
+        share += parameter.numel() / copies
+    total = torch.tensor(share, dtype=torch.float64, device=context.device)
+    dist.all_reduce(total)
+    return round(float(total))
+
+
 def _partition(parameter: Any) -> tuple[int, int]:
     return parameter.partition_dim, parameter.partition_stride
 
@@ -124,7 +146,7 @@ def initialize(
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             continue
-        whole_name = tied_to(names(name)) if is_copy(name, parameter) else names(name)
+        whole_name = names.of_original(name, parameter)
         # crc32, since Python's own hash differs from process to process.
         torch.manual_seed(zlib.crc32(f"{seed}/{whole_name}".encode()))
         shape = list(parameter.shape)

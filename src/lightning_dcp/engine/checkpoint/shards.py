@@ -21,18 +21,14 @@ class Shard:
         is_partial: Whether other DPxCP ranks hold other parts.
     """
 
-    def __init__(self, owner: Any, parameter: Tensor) -> None:
+    def __init__(self, owner: Any, parameter: Tensor, main: Tensor) -> None:
+        self.main = main
         self._inner = owner.optimizer
         self.is_partial = isinstance(owner, DistributedOptimizer)
-        self.first = 0
-        if self.is_partial:
-            group, order = owner.model_param_group_index_map[parameter]
-            self.main = self._inner.param_groups[group]["params"][order]
-            # Megatron-Core cuts its flat buffer, so that a part starts anywhere in a parameter.
-            self.first = owner._get_model_param_range_map(parameter)["param"].start
-        else:
-            # A float32 parameter is its own master: only 16-bit ones have another.
-            self.main = getattr(parameter, "main_param", parameter)
+        # Megatron-Core cuts its flat buffer, so that a part starts anywhere in a parameter.
+        self.first = (
+            owner._get_model_param_range_map(parameter)["param"].start if self.is_partial else 0
+        )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -55,12 +51,16 @@ class Shard:
         if step and isinstance(self._inner, torch.optim.Adam):
             self._inner.state[self.main]["step"] = torch.tensor(float(step))
 
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """This shard's part of a tensor of the parameter's shape; a view where it can be."""
+        part = tensor.flatten()[self.first : self.first + self.main.numel()]
+        return part.view_as(self.main).to(self.main.device, self.main.dtype)
+
     @torch.no_grad()
     def load(self, whole: Mapping[str, Tensor]) -> None:
         """Takes this shard's part of the whole tensors."""
         for key, tensor in whole.items():
-            part = tensor.flatten()[self.first : self.first + self.main.numel()]
-            part = part.view_as(self.main).to(self.main.device, self.main.dtype)
+            part = self.part_of(tensor)
             if key == "param":
                 self.main.copy_(part)
             else:
@@ -72,15 +72,9 @@ def shards_of(
     optimizer: MegatronOptimizer, module: torch.nn.Module
 ) -> Iterator[tuple[str, Tensor, Shard | None]]:
     """Every trained parameter by name; None where this rank holds no part of it."""
-    owners = optimizer.inner.chained_optimizers
     for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
+        # Frozen for a time it has its states still.
+        if not hasattr(parameter, "main_grad"):
             continue
-        holders = (
-            owner
-            for owner in owners
-            if not isinstance(owner, DistributedOptimizer)
-            or parameter in owner.model_param_group_index_map
-        )
-        owner = next(holders, None)
-        yield name, parameter, None if owner is None else Shard(owner, parameter)
+        found = optimizer.master_of(parameter)
+        yield name, parameter, None if found is None else Shard(found[0], parameter, found[1])

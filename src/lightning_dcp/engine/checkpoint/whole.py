@@ -22,7 +22,6 @@ from lightning_dcp.model.global_names import (
     is_copy,
     merge_over_tp,
     split_for_tp,
-    tied_to,
 )
 from lightning_dcp.parallel import ParallelContext
 
@@ -121,9 +120,7 @@ def load_full_model_state(
             # Its own again, so that strict loading does not miss it.
             local[name] = value
             continue
-        whole_name = names(name)
-        if parameter is not None and is_copy(name, parameter):
-            whole_name = tied_to(whole_name)
+        whole_name = names.of_original(name, parameter)
         if whole_name in state:
             local[name] = split_for_tp(state[whole_name], parameter, context)
             rest.pop(whole_name, None)
@@ -154,11 +151,11 @@ def full_optimizer_state(
     states: dict[str, dict[str, Tensor]] = {}
     # Sorted: a set has another order in each process, and each key is collectives.
     for key in sorted(keys):
-        mine = {
-            name: whole
-            for name, parameter, shard in shards
-            if (whole := _gather_over_pool(key, parameter, shard, context)) is not None
-        }
+        mine = {}
+        for name, parameter, shard in shards:
+            part = None if shard is None else shard.tensors.get(key)
+            if (whole := gather_over_pool(part, parameter, shard, context)) is not None:
+                mine[name] = whole
         for name, tensor in gather_whole(mine, module, context).items():
             states.setdefault(name, {})[key] = tensor
     if dist.get_rank() != 0:
@@ -191,10 +188,7 @@ def load_full_optimizer_state(
     for name, parameter, shard in shards_of(optimizer, module):
         if shard is None:
             continue
-        whole_name = names(name)
-        if is_copy(name, parameter):
-            whole_name = tied_to(whole_name)
-        whole = state["state"][whole_name]
+        whole = state["state"][names.of_original(name, parameter)]
         shard.load({key: split_for_tp(whole[key], parameter, context) for key in whole})
         shard.set_step(state["step"])
 
@@ -216,7 +210,7 @@ def _check_state(
     mine = {
         names(name)
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not is_copy(name, parameter)
+        if hasattr(parameter, "main_grad") and not is_copy(name, parameter)
     }
     expected = _union(mine, context)
     if expected != set(state["state"]):
@@ -234,11 +228,17 @@ def _union(mine: set[str], context: ParallelContext) -> set[str]:
     return set().union(*of_ranks)
 
 
-def _gather_over_pool(
-    key: str, parameter: Tensor, shard: Shard | None, context: ParallelContext
+def gather_over_pool(
+    mine: Tensor | None, parameter: Tensor, shard: Shard | None, context: ParallelContext
 ) -> Tensor | None:
-    """A state of this rank's whole parameter, from the ranks that share it; None if none has it."""
-    mine = None if shard is None else shard.tensors.get(key)
+    """A state of this rank's whole parameter, from the ranks that share it; None if none has it.
+
+    Args:
+        mine: The state of this rank's ``shard``; None without one.
+        parameter: What it is a state of.
+        shard: This rank's part of the parameter.
+        context: The parallel state.
+    """
     # Zeros but for this rank's part: a sum joins parts of any length, wherever they lie.
     partial = torch.zeros(parameter.numel() + 1, dtype=torch.float32, device=parameter.device)
     if mine is not None and shard is not None:
