@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -51,6 +52,8 @@ def trainer(**options):
 FUSED = ModelConfig(moe=MoEConfig(router_fusion=True))
 MTP = ModelConfig(mtp_num_layers=1)
 BY_VALUE = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": GradClipAlgorithmType.VALUE}
+COMPILED = torch.nn.Sequential(torch.nn.Linear(1, 1))
+COMPILED[0].compile()
 CASES = [
     ({"dynamic": False, "planner": "balanced"}, "planner='balanced' chooses CP sizes"),
     ({"model": DENSE, "objective": ValueLoss()}, "ValueLoss needs a model with head='value'"),
@@ -77,6 +80,10 @@ CASES = [
         "sync_batchnorm=True",
     ),
     ({"module": SimpleNamespace(automatic_optimization=False)}, "automatic_optimization=False"),
+    (
+        {"module": SimpleNamespace(automatic_optimization=True, model=COMPILED)},
+        "SimpleNamespace.model.0 was given to torch.compile",
+    ),
     (
         {
             "trainer": trainer(datamodule=SimpleNamespace(vocab_size=300)),

@@ -86,7 +86,7 @@ def trainer(
     """A quiet Trainer on this process's world; ``options`` go to the Trainer."""
     settings = {
         "accelerator": "cpu",
-        "devices": int(torch.distributed.get_world_size()),
+        "devices": options.pop("devices", None) or int(torch.distributed.get_world_size()),
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,

@@ -19,10 +19,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import (
@@ -34,6 +31,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_dcp.engine import Signals
 from lightning_dcp.parallel import PATIENCE, FaultWatch, end_processes, say
+from lightning_dcp.results import ResultsLauncher
 
 # In the environment of the processes that rank 0 starts: its process id.
 _PARENT = "LIGHTNING_DCP_PARENT"
@@ -139,7 +137,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         end_processes(self.procs, PATIENCE if failed else None)
 
 
-class ForkLauncher(_MultiProcessingLauncher):
+class ForkLauncher(ResultsLauncher):
     """Forks or spawns all ranks, and waits for them."""
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,13 +23,20 @@ from lightning_dcp.engine import (
     OptimizerSettings,
     PlannedBatch,
     StepResult,
+    check_model,
     check_wrapped,
+    full_model_state,
+    load_full_model_state,
+    load_kept_weights,
+    logits_between_runs,
     lr_scheduler,
+    read_weights,
 )
 from lightning_dcp.model import (
     HiddenStates,
     ModelConfig,
     Recompute,
+    WholeModel,
     build_model,
     hidden_states,
     model_chunks,
@@ -53,7 +61,7 @@ from lightning_dcp.packing import (
     to_jagged,
     unpack_rows,
 )
-from lightning_dcp.parallel import ParallelContext, bind_micro_batch
+from lightning_dcp.parallel import ParallelContext, bind_micro_batch, parallel_state_of
 from lightning_dcp.precision import MegatronPrecision
 from lightning_dcp.rules import refuse
 
@@ -97,8 +105,12 @@ class DynamicCPModule(LightningModule):
             in a model with ``moe.router_replay``; False ignores them.
         record_routes: Whether ``predict`` gives ``routed_experts``, the experts that each layer
             sent each token to; needs ``moe.router_replay``.
+        weights: A checkpoint whose weights, and nothing else of it, a new run starts from, in any
+            layout. ``ckpt_path`` of the Trainer restores all, and goes before it.
 
-    ``self.model`` is the Megatron-Core model, None until the Trainer starts; ``self.last_step`` is
+    ``self.model`` is this rank's part of the Megatron-Core model, None until the Trainer starts; a
+    :class:`~lightning_dcp.model.WholeModel` where whole weights wait for a run: after a fit in a
+    notebook, from ``load_from_checkpoint``, ``load_state_dict`` or a pickle. ``self.last_step`` is
     what the last training step gave: loss, tokens and the plan that ran.
     """
 
@@ -116,6 +128,7 @@ class DynamicCPModule(LightningModule):
         predict_everywhere: bool = False,
         replay_routes: bool = True,
         record_routes: bool = False,
+        weights: str | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, ModelConfig):
@@ -140,10 +153,10 @@ class DynamicCPModule(LightningModule):
         self.predict_everywhere = predict_everywhere
         self.replay_routes = replay_routes
         self.record_routes = record_routes
+        self.weights = weights
         self.model: torch.nn.Module | None = None
         self.last_step: StepResult | None = None
         self._open_metrics: MetricSums | None = None
-        self._built_on: Any = None
 
     @property
     def flops_per_batch(self) -> int | None:
@@ -187,52 +200,128 @@ class DynamicCPModule(LightningModule):
             )
         return cast(EngineStrategy, strategy)
 
+    @property
+    def built_on(self) -> ParallelContext | None:
+        """The parallel state that ``self.model`` was built on; None where no run has built it."""
+        chunks = [] if self.model is None else model_chunks(self.model)
+        return getattr(chunks[0], "context", None) if chunks else None
+
     @override
     def configure_model(self) -> None:
         """Builds ``self.model`` on the run's process groups; weights of an earlier run are kept."""
-        strategy = self._strategy
-        if self.model is not None and self._built_on is strategy.context:
+        # Lightning's load_from_checkpoint asks for a model without a run: weights stay whole then.
+        if self._trainer is None:
             return
-        kept = None if self.model is None else self.model.state_dict()
+        strategy, before = self._strategy, self.model
+        context = strategy.context
+        if before is not None and self.built_on is context:
+            return
         self.model = build_model(
             self.model_config,
-            strategy.context,
+            context,
             dtype=strategy.precision_plugin.dtype,
             seed=self.seed,
             recompute=strategy.recompute,
             fp8=strategy.fp8,
         )
-        self._built_on = strategy.context
         # Process groups of an earlier run are gone, and a model keeps the ones it was built on.
-        if kept is not None:
-            self.model.load_state_dict(kept)
+        if before is not None and not isinstance(before, WholeModel):
+            self.model.load_state_dict(before.state_dict())
+            return
+        is_loaded = load_kept_weights(self.model, before, context)
+        # A checkpoint to resume from has weights of its own.
+        if self.weights is not None and not is_loaded and self.trainer.ckpt_path is None:
+            state = read_weights(self.weights, self.model_config, context.host_group)
+            load_full_model_state(self, state, context, strict=self.strict_loading)
+
+    def gather_model(self) -> None:
+        """Turns the ranks' parts of ``self.model`` into a whole one, on rank 0; a collective.
+
+        The next run may have another layout then; its ``configure_model`` hands the weights out.
+        """
+        if self.model is not None and (context := self.built_on) is not None:
+            with parallel_state_of(context.sizes, current=context) as now:
+                state = full_model_state(self.model, now)
+            self.model = WholeModel(state) if state else None
 
     @override
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits of whole sequences, on this rank alone: for a look at the model, not for training.
+    def state_dict(  # type: ignore[override]  # torch's own has overloads for old calls
+        self, *args: Any, keep_vars: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        context = self.built_on
+        # Parameters themselves, as our checkpoints ask for them, know how they are split.
+        if context is not None and context.sizes.parts and not keep_vars:
+            warnings.warn(
+                f"{type(self).__name__}.state_dict() is this rank's part of the model "
+                f"({context.sizes.parts}). Whole weights: trainer.save_checkpoint(path), or "
+                "trainer.strategy.lightning_module_state_dict(), which all ranks call and rank 0 "
+                "gets.",
+                stacklevel=2,
+            )
+        state: dict[str, Any] = super().state_dict(*args, keep_vars=keep_vars, **kwargs)
+        return state
 
-        Nothing is exchanged with other ranks, so that Lightning may call it on rank 0 only (model
-        summaries with an ``example_input_array`` do).
+    @override
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Takes whole weights in any layout, as a checkpoint has them, or what ``state_dict`` gave.
+
+        Before a run they are kept as they are; the run that takes them up checks that they fit.
+        """
+        if self.built_on is None:
+            prefix = "model."
+            whole = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in state_dict.items()
+                if name.startswith(prefix)
+            }
+            if whole:
+                self.model = WholeModel(whole)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses the checkpoint of another model."""
+        check_model(checkpoint, self.model_config)
+
+    @override
+    def forward(self, input_ids: Tensor | Mapping[str, Any]) -> Tensor:
+        """Logits of whole sequences: for a look at the model, not for training.
+
+        During a run on this rank alone: nothing is exchanged with other ranks, so that Lightning
+        may call it on rank 0 only (model summaries with an ``example_input_array`` do). Between
+        runs, where weights are there, in every layout: all ranks call it, and the model is built
+        for the call, without gradients.
 
         Args:
-            input_ids: Jagged ``[num_samples, length*]``.
+            input_ids: Jagged ``[num_samples, length*]``; or a batch, of which all else is ignored.
 
         Returns:
             Jagged ``[num_samples, length*, vocab_size]``; ``[..., 1]``, values, of a value head.
 
         Raises:
-            NotImplementedError: Tensor, expert or pipeline parallelism, whose ranks would have to
-                take part.
+            NotImplementedError: During a run, tensor, expert or pipeline parallelism, whose ranks
+                would have to take part.
+            RuntimeError: There are no weights yet.
         """
-        context = self._strategy.context
-        for name in ("tensor", "pipeline", "expert"):
-            size = getattr(context.sizes, f"{name}_model_parallel_size")
-            if size > 1:
-                raise NotImplementedError(
-                    f"forward runs on one rank, which {name}_model_parallel_size={size} does not "
-                    "allow. Leave example_input_array out; use validate for losses."
-                )
-        batch = read_global_batch({"input_ids": input_ids}, vocab_size=self.vocab_size)
+        context = self.built_on
+        ids = input_ids["input_ids"] if isinstance(input_ids, Mapping) else input_ids
+        if self.model is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no weights yet: they come with a run, or by "
+                "load_from_checkpoint or load_state_dict."
+            )
+        if context is None or context.destroyed:
+            sizes = None if context is None else context.sizes
+            return logits_between_runs(self.model_config, self.model, ids, sizes)
+        if context.sizes.parts:
+            raise NotImplementedError(
+                f"During a run forward works on one rank, which {context.sizes.parts} does not "
+                "allow. Leave example_input_array out; use validate for losses, or call the module "
+                "after the run."
+            )
+        batch = read_global_batch({"input_ids": ids}, vocab_size=self.vocab_size)
         mtp_depths = self.model_config.mtp_num_layers
         micro_batch = pack_micro_batch(batch, range(len(batch)), mtp_depths=mtp_depths)
         micro_batch.to(context.device)

@@ -254,6 +254,19 @@ def _own_backward(module: LightningModule) -> None:
         )
 
 
+@rule("`torch.compile` of a module", "this strategy", instead="nothing: kernels are fused already")
+def _compiled_parts(module: LightningModule) -> None:
+    model = getattr(module, "model", None)
+    for name, part in () if model is None else model.named_modules(prefix="model"):
+        # The one is what torch.compile(part) gives, the other what part.compile() sets.
+        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__}.{name} was given to torch.compile, which does not work "
+                "with DynamicCPStrategy: hooks put another CP group into the model for each "
+                "micro-batch, and weights get other names. Leave it out."
+            )
+
+
 @rule("a tokenizer", "a smaller vocabulary of the model", instead="`vocab_size` of the model")
 def _vocabulary_of_data(trainer: Trainer, module: LightningModule) -> None:
     datamodule = getattr(trainer, "datamodule", None)

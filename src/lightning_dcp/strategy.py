@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, override
 
 import torch
@@ -31,18 +32,22 @@ from lightning_dcp.engine import (
     PlanningLoader,
     PlanSettings,
     build_optimizer,
+    check_model,
     read_cost_model,
+    read_on_all_ranks,
+    sign,
     wrap_module,
 )
 from lightning_dcp.hooks import callbacks_of, check_step_output, looks_at_gradients, tell_size
 from lightning_dcp.launchers import RunGuard, launcher_of, meeting_point_in_errors
-from lightning_dcp.model import ModelConfig, Recompute, check_routers, model_chunks
+from lightning_dcp.model import ModelConfig, Recompute, check_routers, model_chunks, use_whole_names
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.parallel import (
     ParallelContext,
     ParallelSizes,
     disable_cpu_mode,
     install_cp_hooks,
+    parallel_state_of,
     setup_parallel,
 )
 from lightning_dcp.planning import CostModel, DevicePreset, cost_model_of_run, preset_of
@@ -268,6 +273,10 @@ class DynamicCPStrategy(DDPStrategy):
             local_rank=self.local_rank,
             node_rank=self.node_rank,
         )
+        before = module.built_on
+        if before is not None and before.sizes.parts and before.sizes != sizes:
+            # Now: there is one parallel state at a time.
+            module.gather_model()
         self._context = setup_parallel(sizes, current=self._context, timeout=self._timeout)
 
     # -- set-up and teardown ------------------------------------------------------------------
@@ -309,6 +318,8 @@ class DynamicCPStrategy(DDPStrategy):
         self._cleanup.callback(self._engine.close)
         self.model_to_device()
         assert module.model is not None
+        # A model of the user's own has only its names in this process.
+        use_whole_names(module.model, context)
         chunks = model_chunks(module.model)
         check_routers(chunks, module.routes, self.context.sizes)
         for chunk in chunks:
@@ -325,6 +336,9 @@ class DynamicCPStrategy(DDPStrategy):
             )
             self.shows_gradients = looks_at_gradients([module, *callbacks_of(trainer)])
             self.setup_optimizers(trainer)
+        else:
+            # Those of an earlier fit would keep its weights and gradients.
+            self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
 
     def parallel_sizes(self, world_size: int) -> ParallelSizes:
@@ -496,10 +510,40 @@ class DynamicCPStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # A collective: Lightning asks every rank, and writes what rank 0 has.
-        return self.checkpoint_format.model_state(self._module, self.context)
+        module = self._module
+        if module.built_on is None and self._context is None:
+            # A notebook's own process, or before the first run: what is there is whole.
+            return module.state_dict()
+        with self._saving_context() as context:
+            return self.checkpoint_format.model_state(module, context)
+
+    def _saving_context(self) -> AbstractContextManager[ParallelContext]:
+        """The parallel state, after a run set up again for what gathers over it."""
+        context = self._module.built_on or self.context
+        return parallel_state_of(context.sizes, current=context)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        sign(checkpoint, self._module.model_config)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = read_on_all_ranks(
+            checkpoint_path,
+            partial(super().load_checkpoint, checkpoint_path, weights_only),
+            self.context.host_group,
+        )
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Also where a module's own on_load_checkpoint does not call ours.
+        check_model(checkpoint, self._module.model_config)
         self.checkpoint_format.load_model_state(
             self._module, checkpoint["state_dict"], self.context, strict=strict
         )
@@ -509,13 +553,20 @@ class DynamicCPStrategy(DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return self.checkpoint_format.optimizer_state(
-            _unwrapped(optimizer), self._module, self.context
-        )
+        with self._saving_context() as context:
+            return self.checkpoint_format.optimizer_state(
+                _unwrapped(optimizer), self._module, context
+            )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        (state,) = checkpoint["optimizer_states"]
+        if len(states := checkpoint["optimizer_states"]) != 1:
+            raise ValueError(
+                f"The checkpoint has {len(states)} optimizer states: it was saved where there was "
+                "no optimizer, as in a notebook after its fit, or by other training. Start from "
+                "its weights alone: DynamicCPModule(weights=...) without ckpt_path."
+            )
+        (state,) = states
         self.checkpoint_format.load_optimizer_state(
             self.optimizer_of_fit, self._module, state, self.context
         )

@@ -154,7 +154,7 @@ def losses_of_objectives() -> dict[str, list[tuple[float, float]]]:
 
 
 def read_whole(folder: str) -> dict[str, list[np.ndarray]]:
-    """Log-probabilities: by `predict`, by the page's plain model, and from weights under TP 2."""
+    """Log-probabilities: by `predict`, by the page's plain model, and in runs from its weights."""
     read, path = namespace_of("models.md"), os.path.join(folder, "trained.ckpt")
     module, data, run = trainers.module(model=CONFIG), trainers.batches(3, 1), trainers.trainer()
     run.fit(module, data)
@@ -172,12 +172,11 @@ def read_whole(folder: str) -> dict[str, list[np.ndarray]]:
         (outputs,) = trainers.trainer(strategy=strategy).predict(module, data)
         return [row[1:].numpy() for row in outputs["log_probs"].unbind()]
 
-    again = read["FromWeights"](CONFIG)
-    again.weights = path
     return {
         "predict": predicted(module),
         "plain": plain,
-        "TP 2": predicted(again, tensor_model_parallel_size=2),
+        "TP 2": predicted(read["start_from"](CONFIG, path), tensor_model_parallel_size=2),
+        "PP 2": predicted(read["take_weights"](CONFIG, path), pipeline_model_parallel_size=2),
     }
 
 
@@ -313,7 +312,7 @@ def test_an_objective_of_ones_own_is_its_formula(on_two_processes, name):
 def test_a_trained_model_is_read_whole(on_two_processes):
     for found in on_two_processes:
         plain = found["whole"]["plain"]
-        for how in ("predict", "TP 2"):
+        for how in ("predict", "TP 2", "PP 2"):
             for ours, expected in zip(found["whole"][how], plain, strict=True):
                 np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
@@ -375,15 +374,15 @@ def test_the_loop_without_lightning_runs_under_torchrun(tmp_path):
 def test_the_notebooks_cell_runs_and_what_the_page_says_is_so(tmp_path):
     (cell,) = blocks("notebooks.md")
     more = """
-print("model", model.model, "of metrics", sorted(trainer.callback_metrics))
+print("metrics", sorted(trainer.callback_metrics), "steps", trainer.global_step)
+print("predicted", len(predictions), sorted(predictions[0]))
+model.model = None
 print("untrained", new_trainer().validate(model, data, verbose=False))
-print("predicted", new_trainer().predict(model, data))
 """
     (tmp_path / "cell.py").write_text(cell + more)
     out = output_of(sys.executable, "cell.py", cwd=tmp_path)
-    assert "model None" in out
-    assert "train_loss" in out
-    assert "predicted None" in out
+    assert re.search(r"metrics \[.*'train_loss'.* steps 20", out)
+    assert "predicted 20 ['entropies', 'log_probs', 'sample_id']" in out
     trained, untrained = map(float, re.findall(r"val_loss\D+(\d\.\d+)", out))
     assert trained < untrained - 0.1
 

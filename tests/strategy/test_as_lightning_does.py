@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import tempfile
 import traceback
 from typing import Any
@@ -244,6 +245,11 @@ def calls(ours: bool, folder: str) -> dict[str, list[Any]]:
                 one = run(ours, do, options, f"{folder}/{name}{index}")
             except Exception:
                 one = traceback.format_exc()[-1500:]
+            # What Trainers leave switched on.
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+            torch.use_deterministic_algorithms(False)
+            torch.autograd.set_detect_anomaly(False)
+            torch.backends.cudnn.benchmark = False
             found.setdefault(name, []).append(one)
     return found
 

@@ -128,21 +128,6 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_batch(hook, stage, step, rank
     assert (tmp_path / "on_exception.ckpt").exists()
 
 
-def test_sigterm_in_the_last_batch_of_a_fit_stops_the_test_after_it():
-    assert run_distributed(fit_and_test, 2) == ["SIGTERMException: 143"] * 2
-
-
-def fit_and_test():
-    trainer = trainers.trainer(callbacks=[At("on_train_batch_end", terminate, 1)])
-    module, data = trainers.module(), trainers.batches(2, num_val=1)
-    trainer.fit(module, data)
-    try:
-        trainer.test(module, data)
-    except SystemExit as error:
-        return f"{type(error).__name__}: {error}"
-    return "finished"
-
-
 def test_slurm_requeues_at_a_batch_with_a_checkpoint_of_all_ranks(tmp_path):
     calls = run_distributed(requeue, 2, str(tmp_path))
     assert calls == [1, 1]

@@ -99,6 +99,29 @@ class ModelConfig:
             )
 
     @property
+    def architecture(self) -> dict[str, Any]:
+        """What weights are of: every size and option that another model could not run them with.
+
+        Plain values by the names of the options, those of experts after ``moe.``, without defaults
+        that stand for other sizes.
+        """
+        names = (
+            "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "rotary_base",
+            "qk_layernorm", "tie_word_embeddings", "layernorm_epsilon", "head", "mtp_num_layers",
+        )  # fmt: skip
+        sizes = {name: getattr(self, name) for name in names} | {
+            "num_query_groups": self.query_groups,
+            "kv_channels": self.head_width,
+            "ffn_hidden_size": self.ffn_width,
+            "moe.num_experts": 0,
+        }
+        if self.moe is not None:
+            moe = ("num_experts", "topk", "score_function", "shared_expert_ffn_hidden_size")
+            sizes |= {f"moe.{name}": getattr(self.moe, name) for name in moe}
+            sizes["moe.ffn_hidden_size"] = self.moe.ffn_hidden_size or self.ffn_width
+        return sizes
+
+    @property
     def query_groups(self) -> int:
         """Key and value heads."""
         return self.num_query_groups or self.num_attention_heads

@@ -105,3 +105,9 @@ class ParallelSizes:
         return self.world_size // (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         )
+
+    @property
+    def parts(self) -> str:
+        """The sizes for which a rank has a part of the model alone, as they are written; or ""."""
+        names = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
+        return ", ".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)

@@ -9,13 +9,16 @@ from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.optimizer import OptimizerSettings
 from lightning_dcp.engine.agreement import Signals, read_cost_model
 from lightning_dcp.engine.averages import AveragedWeights
+from lightning_dcp.engine.between_runs import logits_between_runs
 from lightning_dcp.engine.checkpoint import CheckpointFormat
+from lightning_dcp.engine.checkpoint.files import check_model, read_on_all_ranks, read_weights, sign
 from lightning_dcp.engine.checkpoint.whole import (
     WHOLE,
     full_model_state,
     full_optimizer_state,
     load_full_model_state,
     load_full_optimizer_state,
+    load_kept_weights,
 )
 from lightning_dcp.engine.ddp import check_wrapped, wrap_chunks, wrap_ddp, wrap_module
 from lightning_dcp.engine.losses import MetricSums
@@ -39,13 +42,19 @@ __all__ = [
     "Signals",
     "StepResult",
     "build_optimizer",
+    "check_model",
     "check_wrapped",
     "full_model_state",
     "full_optimizer_state",
     "load_full_model_state",
     "load_full_optimizer_state",
+    "load_kept_weights",
+    "logits_between_runs",
     "lr_scheduler",
     "read_cost_model",
+    "read_on_all_ranks",
+    "read_weights",
+    "sign",
     "wrap_chunks",
     "wrap_ddp",
     "wrap_module",

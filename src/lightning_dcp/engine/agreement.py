@@ -74,7 +74,7 @@ def agree_on_lengths(
     table = torch.zeros(dist.get_world_size(group), 5, dtype=torch.int64)
     dist.all_gather_single(table, mine, group=group)
     if bool(table[:, 0].any()):
-        _raise_refusals(error, group, "its batch")
+        raise_refusals(error, group, "its batch")
     different = (table[:, :4] != table[0, :4]).any(dim=1).nonzero().flatten().tolist()
     if different:
         rank = different[0]
@@ -115,7 +115,7 @@ def read_cost_model(
     except ValueError as refused:
         # Kept till all ranks have met: raised here, it would leave the others in a collective.
         error = refused
-    _raise_refusals(error, group, f"cost_model={path!r}")
+    raise_refusals(error, group, f"cost_model={path!r}")
     figures = [""] * dist.get_world_size(group)
     # Figures and not the file: other spaces or keys plan alike, and floats print exactly.
     dist.all_gather_object(figures, str(cost_model), group=group)
@@ -129,7 +129,8 @@ def read_cost_model(
     return cost_model
 
 
-def _raise_refusals(error: Exception | None, group: dist.ProcessGroup, refused: str) -> None:
+def raise_refusals(error: Exception | None, group: dist.ProcessGroup, refused: str) -> None:
+    """Raises where any rank has an error, on every rank; a collective of a gloo group."""
     messages: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(messages, None if error is None else str(error), group=group)
     # The rank at fault keeps its own type and traceback, the others say whose fault it is.

@@ -113,9 +113,7 @@ class AveragedWeights:
             self._averages[name] = whole[names(name)].to(self._device or buffer.device).clone()
         for name, parameter, shard in shards_of(self._optimizer, self._module):
             if shard is not None:
-                own = split_for_tp(
-                    whole[names.of_original(name, parameter)], parameter, self._context
-                )
+                own = split_for_tp(whole[names(name, parameter)], parameter, self._context)
                 part = shard.part_of(own).clone()
                 self._averages[name] = part.to(self._device or part.device)
         self.num_averaged = num_averaged

@@ -12,5 +12,7 @@ from lightning_dcp.model.forward import HiddenStates as HiddenStates
 from lightning_dcp.model.forward import hidden_states as hidden_states
 from lightning_dcp.model.forward import stage_output as stage_output
 from lightning_dcp.model.forward import whole_logits as whole_logits
+from lightning_dcp.model.global_names import use_whole_names as use_whole_names
 from lightning_dcp.model.router_replay import check_routers as check_routers
 from lightning_dcp.model.router_replay import gather_recorded as gather_recorded
+from lightning_dcp.model.whole import WholeModel as WholeModel

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -20,8 +19,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_dcp.config.model import ModelConfig, Recompute
 from lightning_dcp.model.attention.backends import AttentionBackend, choose_backend
+from lightning_dcp.model.chunk import ModelChunk
 from lightning_dcp.model.experts import PackedMoELayer, PackedTopKRouter
-from lightning_dcp.model.global_names import initialize, mark_whole_experts
+from lightning_dcp.model.global_names import initialize, mark_whole_experts, use_whole_names
 from lightning_dcp.model.layers import put_value_head
 from lightning_dcp.model.megatron_config import transformer_config
 from lightning_dcp.model.mtp import MTPModel, mtp_block
@@ -40,7 +40,7 @@ def build_gpt_model(
     recompute: Recompute = Recompute(),
     fp8: str | None = None,
     virtual_stage: int | None = None,
-) -> GPTModel:
+) -> ModelChunk:
     """Builds the model of this rank, or one chunk of it; CP hooks are not installed yet.
 
     Args:
@@ -76,11 +76,11 @@ def build_gpt_model(
             fp8=fp8,
         )
         layer = _layer(backend, config)
-        make: Any = GPTModel
+        make: Any = ModelChunk
         if config.mtp_num_layers:
             depths = mtp_block(layer, megatron_config, virtual_stage, fused=fused)
             make = partial(MTPModel, real_vocab_size=config.vocab_size, mtp_block_spec=depths)
-        model: GPTModel = make(
+        model: ModelChunk = make(
             config=megatron_config,
             transformer_layer_spec=TransformerBlockSubmodules(
                 layer_specs=[layer] * get_num_layers_to_build(megatron_config, virtual_stage),
@@ -96,10 +96,13 @@ def build_gpt_model(
             post_process=context.ends_model(virtual_stage),
             vp_stage=virtual_stage,
         )
+        model.context = context
         if config.head == "value":
             put_value_head(model)
         mark_whole_experts(model)
         initialize(model, megatron_config, context, seed=seed)
+        if virtual_stage is None:
+            use_whole_names(model, context)
         return model
 
 
@@ -133,7 +136,9 @@ def build_model(
     virtual = context.sizes.virtual_pipeline_model_parallel_size
     if virtual == 1:
         return build()
-    return torch.nn.ModuleList(build(virtual_stage=stage) for stage in range(virtual))
+    chunks = torch.nn.ModuleList(build(virtual_stage=stage) for stage in range(virtual))
+    use_whole_names(chunks, context)
+    return chunks
 
 
 def model_chunks(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_dcp.parallel import ParallelContext
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls the key of what a layer keeps besides weights and buffers."""
 
 
 class WholeNames:
@@ -50,8 +54,13 @@ class WholeNames:
             if isinstance(part, MoELayer):
                 self._experts[f"{local}{name}.experts."] = part.local_expert_indices[0]
 
-    def __call__(self, name: str) -> str:
-        """The name in the whole model of this rank's ``name``."""
+    def __call__(self, name: str, tensor: Tensor | None = None) -> str:
+        """The name in the whole model of this rank's ``name``.
+
+        Of a last stage's copy of a tied embedding, told by its ``tensor``, the embedding's.
+        """
+        if tensor is not None and is_copy(name, tensor):
+            name = name.removesuffix("output_layer.weight") + "embedding.word_embeddings.weight"
         first_expert = next(
             (first for prefix, first in self._experts.items() if name.startswith(prefix)), 0
         )
@@ -67,10 +76,74 @@ class WholeNames:
             count=1,
         )
 
-    def of_original(self, name: str, tensor: Tensor | None) -> str:
-        """The name in the whole model; of a copy of a tied embedding, that of the embedding."""
-        whole_name = self(name)
-        return tied_to(whole_name) if tensor is not None and is_copy(name, tensor) else whole_name
+
+def use_whole_names(model: Any, context: ParallelContext) -> None:
+    """Gives this rank's part of the model a state dict by the names of the whole model.
+
+    ``load_state_dict`` then takes a whole model's state in any layout, of which this rank's part is
+    loaded, as well as what ``state_dict`` gave. A collective of all ranks; harmless twice.
+    """
+    if getattr(model, "has_whole_names", False):
+        return
+    model.has_whole_names = True
+    names = WholeNames(model)
+    mine = {names(name, tensor) for name, tensor in _tensors(model)}
+    of_ranks = [mine]
+    if context.sizes.parts:
+        of_ranks *= context.sizes.world_size
+        dist.all_gather_object(of_ranks, mine, group=context.host_group)
+    of_all_ranks = set().union(*of_ranks)
+
+    # Hooks get the model, since they are copied with it.
+    def rename(model: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        names, tensors = WholeNames(model), dict(_tensors(model))
+        # All out first: a name here may be another tensor's in the whole model.
+        mine = {
+            key.removeprefix(prefix): state.pop(key)
+            for key in list(state)
+            if key.startswith(prefix)
+        }
+        for name, value in mine.items():
+            state[prefix + names(name, tensors.get(name))] = value
+
+    def take_part(model: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        names = WholeNames(model)
+        given = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+        for name in given:
+            del state[prefix + name]
+        for name, tensor in _tensors(model):
+            value = given.get(names(name, tensor))
+            if value is None:
+                continue
+            if value.shape != tensor.shape and value.shape == whole_shape(tensor, context):
+                value = split_for_tp(value, tensor, context)
+            state[prefix + name] = value
+        for name, part in model.named_modules():
+            if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+                # What TransformerEngine keeps for FP8 is no weight, and in no file.
+                state[f"{prefix}{name}.{EXTRA_STATE}"] = part.get_extra_state()
+        # What is no rank's is an error, which torch words.
+        for name in given.keys() - of_all_ranks:
+            if not name.endswith(EXTRA_STATE):
+                state[prefix + name] = given[name]
+
+    model.register_state_dict_post_hook(rename)
+    model.register_load_state_dict_pre_hook(take_part)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by the names in this process; a tied weight under all of its own."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def whole_shape(tensor: Tensor, context: ParallelContext) -> torch.Size:
+    """The shape of the whole of which ``tensor``, a parameter or buffer, is this rank's part."""
+    shape = list(tensor.shape)
+    if _is_split(tensor):
+        dim, _ = _partition(tensor)
+        shape[dim] *= context.sizes.tensor_model_parallel_size
+    return torch.Size(shape)
 
 
 def merge_over_tp(tensor: Tensor, parameter: Tensor | None, context: ParallelContext) -> Tensor:
@@ -146,15 +219,11 @@ def initialize(
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             continue
-        whole_name = names.of_original(name, parameter)
+        whole_name = names(name, parameter)
         # crc32, since Python's own hash differs from process to process.
         torch.manual_seed(zlib.crc32(f"{seed}/{whole_name}".encode()))
-        shape = list(parameter.shape)
-        if _is_split(parameter):
-            dim, _ = _partition(parameter)
-            shape[dim] *= context.sizes.tensor_model_parallel_size
         # Of the whole tensor, though a part is kept: the same numbers for any tensor-parallel size.
-        whole = parameter.new_empty(shape)
+        whole = parameter.new_empty(whole_shape(parameter, context))
         _distribution(whole_name, config)(whole)
         parameter.copy_(split_for_tp(whole, parameter, context))
 
@@ -164,11 +233,6 @@ def _distribution(name: str, config: TransformerConfig) -> Any:
         return config.embedding_init_method
     ends_branch = re.search(r"\.(linear_proj\.weight|linear_fc2\.weight\d*)$", name)
     return config.output_layer_init_method if ends_branch else config.init_method
-
-
-def tied_to(name: str) -> str:
-    """The embedding's name, of an output layer's that is its copy."""
-    return name.removesuffix("output_layer.weight") + "embedding.word_embeddings.weight"
 
 
 def is_copy(name: str, tensor: Tensor) -> bool:

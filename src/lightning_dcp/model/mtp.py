@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,
@@ -30,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_dcp.loss import linear_cross_entropy
+from lightning_dcp.model.chunk import ModelChunk
 from lightning_dcp.model.layers import RMSNorm
 from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
 
@@ -53,7 +53,7 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
         return input_ids, position_ids, padding_mask, decoder_input, hidden_states
 
 
-class MTPModel(GPTModel):
+class MTPModel(ModelChunk):
     """GPTModel with multi-token prediction for packed sequences under any CP group.
 
     The depths run in training only: losses and predictions of other passes are those of the model

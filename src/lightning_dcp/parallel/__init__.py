@@ -2,7 +2,7 @@
 
 from lightning_dcp._megatron import quiet_megatron
 from lightning_dcp.config.parallel import ParallelSizes
-from lightning_dcp.parallel.context import ParallelContext, setup_parallel
+from lightning_dcp.parallel.context import ParallelContext, parallel_state_of, setup_parallel
 from lightning_dcp.parallel.cp_hooks import install_cp_hooks
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode
 from lightning_dcp.parallel.faults import PATIENCE, FaultWatch, end_processes, say
@@ -27,6 +27,7 @@ __all__ = [
     "enable_cpu_mode",
     "end_processes",
     "install_cp_hooks",
+    "parallel_state_of",
     "quiet_megatron",
     "say",
     "setup_parallel",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from torch._C._distributed_c10d import HashStore
 
 from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.cpu_mode import disable_cpu_mode, enable_cpu_mode
@@ -47,7 +52,8 @@ class ParallelContext:
     @property
     def tp_rank(self) -> int:
         """This process's index in its tensor-parallel group."""
-        return dist.get_rank(self.pg_collection.tp)
+        # They are innermost in Megatron-Core's order. Also when the groups are gone.
+        return dist.get_rank() % self.sizes.tensor_model_parallel_size
 
     @property
     def pp_rank(self) -> int:
@@ -80,6 +86,20 @@ class ParallelContext:
         """Where this process computes."""
         return torch.device("cpu") if self.cpu_mode else torch.device(torch.cuda.current_device())
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group of this rank once, though some have several names."""
+        named = [self.host_group, *vars(self.pg_collection).values()]
+        named += [self.cp_groups[size] for size in self.cp_groups.sizes]
+        # One is not in the collection.
+        named.append(parallel_state.get_tensor_and_data_parallel_group(check_initialized=False))
+        unique = {id(group): group for group in named if isinstance(group, dist.ProcessGroup)}
+        return list(unique.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
+        # A process has one parallel state: what is copied runs on the same.
+        return self
+
     def destroy(self) -> None:
         """Tears down the groups, Megatron-Core's parallel state and CPU mode; harmless twice.
 
@@ -93,6 +113,11 @@ class ParallelContext:
                 self._destroy_groups()
         finally:
             parallel_state.destroy_model_parallel()
+            # It keeps some. Closed at last in a process that is forked from this one, which has
+            # none of their threads, they would wait for them for ever.
+            for name, value in list(vars(parallel_state).items()):
+                if isinstance(value, dist.ProcessGroup):
+                    setattr(parallel_state, name, None)
             disable_cpu_mode()
             # A cache over all instances, keyed by CP group: it would keep groups and sockets.
             RotaryEmbedding.forward.cache_clear()
@@ -102,12 +127,9 @@ class ParallelContext:
 
     def _destroy_groups(self) -> None:
         self.cp_groups.destroy()
-        # Megatron-Core forgets its groups and leaves them open; one is not in the collection.
-        groups = [self.host_group, *vars(self.pg_collection).values()]
-        groups.append(parallel_state.get_tensor_and_data_parallel_group(check_initialized=False))
-        # Once each: some groups have several names.
-        for group in {id(group): group for group in groups}.values():
-            if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
+        # Megatron-Core forgets its groups and leaves them open.
+        for group in self.groups:
+            if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
 
@@ -165,6 +187,39 @@ def setup_parallel(
         disable_cpu_mode()
         raise
     return ParallelContext(sizes, groups, collection, cpu_mode, host_group)
+
+
+@contextmanager
+def parallel_state_of(
+    sizes: ParallelSizes, *, current: ParallelContext | None = None
+) -> Iterator[ParallelContext]:
+    """A parallel state for a while: what looks at a model, or saves it, between runs needs one.
+
+    Args:
+        sizes: The parallel sizes. Without processes that have met, those of this process alone.
+        current: Given, and left as it is, when it is in force.
+
+    Raises:
+        RuntimeError: As :func:`setup_parallel`.
+    """
+    if current is not None and not current.destroyed:
+        yield current
+        return
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        context = setup_parallel(sizes)
+        try:
+            yield context
+        finally:
+            context.destroy()
+    finally:
+        if is_alone:
+            dist.destroy_process_group()
+            # A notebook's process, which is forked for the next run: see destroy. A model that was
+            # built here has cycles.
+            gc.collect()
 
 
 def _initialize_megatron(sizes: ParallelSizes, timeout: timedelta | None) -> None:

@@ -14,20 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dcp.engine.agreement import raise_refusals
 from lightning_dcp.engine.checkpoint import CheckpointFormat
 from lightning_dcp.engine.checkpoint.shards import Shard, shards_of
 from lightning_dcp.engine.optimizer import MegatronOptimizer
 from lightning_dcp.model.global_names import (
+    EXTRA_STATE,
     WholeNames,
     is_copy,
     merge_over_tp,
     split_for_tp,
+    whole_shape,
 )
+from lightning_dcp.model.whole import WholeModel
 from lightning_dcp.parallel import ParallelContext
 
 _FORMAT = "lightning_dcp.optimizer.v1"
-# What TransformerEngine's layers keep for FP8, and None of Megatron-Core's own: no weights.
-_EXTRA_STATE = "_extra_state"
 
 
 def full_model_state(module: torch.nn.Module, context: ParallelContext) -> dict[str, Tensor]:
@@ -36,12 +38,10 @@ def full_model_state(module: torch.nn.Module, context: ParallelContext) -> dict[
     Returns:
         On global rank 0 the whole state dict, elsewhere an empty one.
     """
-    tensors = {
-        name: tensor
-        for name, tensor in module.state_dict().items()
-        if not name.endswith(_EXTRA_STATE)
-    }
-    return gather_whole(tensors, module, context)
+    # Parameters and not their data: they know how they are split.
+    state = module.state_dict(keep_vars=True)
+    mine = {name: (value, value) for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+    return _bring_to_first(mine, context)
 
 
 def gather_whole(
@@ -63,38 +63,46 @@ def gather_whole(
     names = WholeNames(module)
     mine = {}
     for name, tensor in tensors.items():
-        parameter = parameters.get(name)
-        if parameter is not None and is_copy(name, parameter):
-            continue
-        # One tensor after the other to the host: whole ones together may not fit on the device.
-        mine[names(name)] = merge_over_tp(tensor, parameter, context).detach().cpu()
+        parameter = parameters.get(name, tensor)
+        if not is_copy(name, parameter):
+            mine[names(name)] = (tensor, parameter)
     return _bring_to_first(mine, context)
 
 
-def _bring_to_first(mine: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
+def _bring_to_first(
+    mine: Mapping[str, tuple[Tensor, Tensor]], context: ParallelContext
+) -> dict[str, Tensor]:
     """What the ranks hold between them, on global rank 0; each tensor is sent once, by its owner.
 
-    The owner is the first rank that has it.
+    The owner is the first rank that has it. ``mine`` has, by name in the whole model, a
+    tensor and the parameter that it is split like.
     """
-    facts = {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
+    facts = {
+        name: (whole_shape(like, context), tensor.dtype) for name, (tensor, like) in mine.items()
+    }
     of_ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, facts, group=context.host_group)
     # Backwards, so that the first rank is the one that stays.
     owners = {name: rank for rank in reversed(range(len(of_ranks))) for name in of_ranks[rank]}
+    rank, tp_size = dist.get_rank(), context.sizes.tensor_model_parallel_size
     whole = {}
-    # Sorted: all ranks go through the sends and receives in one order.
+    # Sorted: all ranks go through the sends and receives in one order. One tensor after the other,
+    # and on the hosts of owners alone: whole ones together may not fit on a device or elsewhere.
     for name, owner in sorted(owners.items()):
-        if dist.get_rank() == 0:
-            if owner == 0:
-                # On the CPU it is the live weight itself, which trains on while a file is written.
-                whole[name] = mine[name].clone()
-                continue
+        # Its tensor-parallel ranks, innermost in the order of ranks, put it together; those that
+        # have it, since expert parallelism spans them too.
+        if name in mine and rank // tp_size == owner // tp_size:
+            tensor = merge_over_tp(*mine[name], context).detach()
+        if rank == owner == 0:
+            # On the CPU it is the live weight itself, which trains on while a file is written.
+            whole[name] = tensor.cpu().clone() if tensor.device.type == "cpu" else tensor.cpu()
+        elif rank == 0:
             shape, dtype = of_ranks[owner][name]
             whole[name] = torch.empty(shape, dtype=dtype)
             dist.recv(whole[name], src=owner, group=context.host_group)
-        elif dist.get_rank() == owner:
+        elif rank == owner:
             # gloo refuses tensors that are not contiguous.
-            dist.send(mine[name].contiguous(), dst=0, group=context.host_group)
+            dist.send(tensor.cpu().contiguous(), dst=0, group=context.host_group)
     return whole
 
 
@@ -107,27 +115,68 @@ def load_full_model_state(
 ) -> None:
     """Loads this rank's part of a whole state dict.
 
+    Args:
+        module: The model, or a module that has it.
+        state: By names in the whole model, on every rank; or on rank 0 alone, which hands it out.
+        context: The parallel state.
+        strict: Whether all that the model has must be there, and nothing else.
+
     Raises:
-        RuntimeError: Keys or shapes differ (torch's own error).
+        RuntimeError: Keys or shapes differ (torch's own error), on this rank.
+        ValueError: They do on another.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    names = WholeNames(module)
-    rest = dict(state)
-    local: dict[str, Any] = {}
-    for name, value in module.state_dict().items():
-        parameter = parameters.get(name)
-        if name.endswith(_EXTRA_STATE):
-            # Its own again, so that strict loading does not miss it.
-            local[name] = value
-            continue
-        whole_name = names.of_original(name, parameter)
-        if whole_name in state:
-            local[name] = split_for_tp(state[whole_name], parameter, context)
-            rest.pop(whole_name, None)
-    # What no rank has a place for is an error, which torch words; the rest is other ranks'.
-    of_all_ranks = _union({names(name) for name in module.state_dict()}, context)
-    local |= {name: rest[name] for name in rest.keys() - of_all_ranks}
-    module.load_state_dict(local, strict=strict)
+    mine = module.state_dict(keep_vars=True)
+    has_it = [False] * dist.get_world_size()
+    dist.all_gather_object(has_it, bool(state), group=context.host_group)
+    if has_it[0] and not all(has_it):
+        state = _hand_out(state, mine, context)
+    error: RuntimeError | None = None
+    try:
+        local = {name: state[name] for name in state.keys() - mine.keys()}
+        for name in mine.keys() & state.keys():
+            wanted = whole_shape(mine[name], context)
+            if state[name].shape != wanted:
+                raise RuntimeError(
+                    f"size mismatch for {name}: the weights have {list(state[name].shape)}, the "
+                    f"model has {list(wanted)}."
+                )
+            local[name] = split_for_tp(state[name], mine[name], context)
+        module.load_state_dict(local, strict=strict)
+    except RuntimeError as refused:
+        # Kept till all ranks have met: another's part may be right.
+        error = refused
+    raise_refusals(error, context.host_group, "the weights")
+
+
+def load_kept_weights(
+    model: torch.nn.Module, kept: WholeModel | None, context: ParallelContext
+) -> bool:
+    """Loads the weights that wait for a run, of every rank or of rank 0 alone; a collective.
+
+    Returns:
+        Whether there were any.
+    """
+    has_any = [False] * dist.get_world_size()
+    dist.all_gather_object(has_any, kept is not None, group=context.host_group)
+    if any(has_any):
+        load_full_model_state(model, {} if kept is None else kept.state_dict(), context)
+    return any(has_any)
+
+
+def _hand_out(
+    state: Mapping[str, Tensor], mine: Mapping[str, Tensor], context: ParallelContext
+) -> dict[str, Tensor]:
+    """Rank 0's tensors, one after the other; what no rank has a place for goes to all."""
+    facts = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}]
+    dist.broadcast_object_list(facts, src=0, group=context.host_group)
+    of_all_ranks = _union(set(mine), context)
+    kept = {}
+    for name, (shape, dtype) in facts[0].items():
+        tensor = state[name] if dist.get_rank() == 0 else torch.empty(shape, dtype=dtype)
+        dist.broadcast(tensor.contiguous(), src=0, group=context.host_group)
+        if name in mine or name not in of_all_ranks:
+            kept[name] = tensor
+    return kept
 
 
 def full_optimizer_state(
@@ -178,17 +227,23 @@ def load_full_optimizer_state(
     Raises:
         ValueError: Not such a state, or of another model or optimizer; the message says which.
     """
-    names = WholeNames(module)
-    _check_state(module, state, context)
+    error: ValueError | None = None
+    expected = _whole_shapes(module, context)
+    try:
+        _check_state(expected, state)
+    except ValueError as refused:
+        error = refused
+    raise_refusals(error, context.host_group, "the optimizer's state")
     # Which groups a rank has depends on its layers and experts.
     of_kind = {_kind_of(group): group for group in reversed(state["param_groups"])}
     for group in optimizer.param_groups:
         # A kind that the saving ranks had none of keeps the settings of this run.
         group.update(of_kind.get(_kind_of(group), {}))
+    names = WholeNames(module)
     for name, parameter, shard in shards_of(optimizer, module):
         if shard is None:
             continue
-        whole = state["state"][names.of_original(name, parameter)]
+        whole = state["state"][names(name, parameter)]
         shard.load({key: split_for_tp(whole[key], parameter, context) for key in whole})
         shard.set_step(state["step"])
 
@@ -197,33 +252,49 @@ def _kind_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key) for key in ("wd_mult", "lr_mult", "is_expert_parallel"))
 
 
-def _check_state(
-    module: torch.nn.Module, state: Mapping[str, Any], context: ParallelContext
-) -> None:
-    if state.get("format") != _FORMAT:
-        raise ValueError(
-            "The checkpoint's optimizer state was not written by DynamicCPStrategy (found format "
-            f"{state.get('format')!r}, expected {_FORMAT!r}). Load the weights alone, with "
-            "trainer.fit(module) after loading them in configure_model."
-        )
+def _whole_shapes(module: torch.nn.Module, context: ParallelContext) -> dict[str, torch.Size]:
+    """The shape of every trained weight of the whole model; a collective."""
     names = WholeNames(module)
     mine = {
-        names(name)
+        names(name): whole_shape(parameter, context)
         for name, parameter in module.named_parameters()
         if hasattr(parameter, "main_grad") and not is_copy(name, parameter)
     }
-    expected = _union(mine, context)
-    if expected != set(state["state"]):
-        missing, extra = expected - set(state["state"]), set(state["state"]) - expected
+    return dict(_union(set(mine.items()), context))
+
+
+def _check_state(expected: Mapping[str, torch.Size], state: Mapping[str, Any]) -> None:
+    if state.get("format") != _FORMAT:
+        raise ValueError(
+            "The checkpoint's optimizer state was not written by DynamicCPStrategy (found format "
+            f"{state.get('format')!r}, expected {_FORMAT!r}). Start from its weights alone: "
+            "DynamicCPModule(weights=...) without ckpt_path."
+        )
+    states = state.get("state", {})
+    if expected.keys() != states.keys():
+        missing, extra = expected.keys() - states.keys(), states.keys() - expected.keys()
         raise ValueError(
             "The checkpoint's optimizer state is of another model: it lacks "
             f"{sorted(missing)[:3] or 'nothing'} and has {sorted(extra)[:3] or 'nothing'} more."
         )
+    keys = set().union(*states.values())
+    for name, tensors in states.items():
+        if tensors.keys() != keys:
+            raise ValueError(
+                f"The checkpoint's optimizer state is damaged: {name} has {sorted(tensors)}, "
+                f"others have {sorted(keys)}."
+            )
+        for key, tensor in tensors.items():
+            if tensor.shape != expected[name]:
+                raise ValueError(
+                    f"The checkpoint's optimizer state does not fit: '{key}' of {name} has shape "
+                    f"{list(tensor.shape)}, the model's weight {list(expected[name])}."
+                )
 
 
-def _union(mine: set[str], context: ParallelContext) -> set[str]:
+def _union(mine: set[Any], context: ParallelContext) -> set[Any]:
     """What any rank has; a collective."""
-    of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    of_ranks: list[set[Any]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, mine, group=context.host_group)
     return set().union(*of_ranks)
 
