@@ -51,6 +51,7 @@ from lightning_dcp.objectives import (
     ValueLoss,
     ValueOutputs,
 )
+from lightning_dcp.objectives.objective import check_extras
 from lightning_dcp.packing import (
     ROUTES,
     GlobalBatch,
@@ -137,6 +138,7 @@ class DynamicCPModule(LightningModule):
             raise TypeError(f"objective must be an Objective, found a {type(objective).__name__}.")
         if objective is None:
             objective = ValueLoss() if model.head == "value" else SFT()
+        check_extras(objective)
         refuse(model=model, objective=objective)
         if record_routes and RouteShape.of(model) is None:
             raise ValueError(
@@ -493,11 +495,13 @@ class DynamicCPModule(LightningModule):
             self.log("grad_norm", float(grad_norm), batch_size=1)
 
     @override
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+    def validation_step(
+        self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._evaluate(batch, "val_loss")
 
     @override
-    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         self._evaluate(batch, "test_loss")
 
     @override

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_dcp.config.model import check_mtp_recompute
 from lightning_dcp.config.padding import PackPadding, check_cap, resolve_cap
+from lightning_dcp.data.resume import restore_loaders
 from lightning_dcp.engine import (
     WHOLE,
     DynamicCPEngine,
@@ -33,6 +34,7 @@ from lightning_dcp.engine import (
     PlanSettings,
     build_optimizer,
     check_model,
+    raised_on_all,
     read_cost_model,
     read_on_all_ranks,
     sign,
@@ -461,11 +463,21 @@ class DynamicCPStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        # Lightning asks a loader for the next batch before a step: its plan is made meanwhile.
         if self._engine is None:
             return dataloader
-        units = self._module.objective.keep_together
-        return PlanningLoader(dataloader, self._engine.prefetcher, keep_together=units)
+        module = self._module
+        # Predictions keep nothing together: the plan would be another one.
+        units = None if module.trainer.predicting else module.objective.keep_together
+        return PlanningLoader.of(
+            dataloader,
+            self._engine.prefetcher,
+            keep_together=units,
+            group=self.context.host_group,
+        )
+
+    @override
+    def on_train_start(self) -> None:
+        restore_loaders(self._module.trainer)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -480,7 +492,8 @@ class DynamicCPStrategy(DDPStrategy):
     ) -> Any:
         # The global batch stays on the host: a rank needs its own rows of it alone, and planning
         # and packing must not wait for a device.
-        return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
+        with raised_on_all("could not take a batch over", self.context.host_group):
+            return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

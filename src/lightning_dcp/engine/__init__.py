@@ -7,7 +7,7 @@ With ``setup_parallel`` and ``install_cp_hooks`` (``lightning_dcp.parallel``) an
 # First, for its side effect: Megatron-Core's notices at import stay away.
 from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.optimizer import OptimizerSettings
-from lightning_dcp.engine.agreement import Signals, read_cost_model
+from lightning_dcp.engine.agreement import Signals, raised_on_all, read_cost_model
 from lightning_dcp.engine.averages import AveragedWeights
 from lightning_dcp.engine.between_runs import logits_between_runs
 from lightning_dcp.engine.checkpoint import CheckpointFormat
@@ -51,6 +51,7 @@ __all__ = [
     "load_kept_weights",
     "logits_between_runs",
     "lr_scheduler",
+    "raised_on_all",
     "read_cost_model",
     "read_on_all_ranks",
     "read_weights",

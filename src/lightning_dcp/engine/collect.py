@@ -16,6 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_dcp.engine.agreement import form_of
 from lightning_dcp.packing import MicroBatch, PackLayout, to_jagged, unpack_rows
 from lightning_dcp.parallel import ParallelContext
 from lightning_dcp.planning import Plan
@@ -24,8 +25,13 @@ RowOutputs = Callable[[MicroBatch], dict[str, Tensor]]
 """Of a micro-batch: outputs of each row's target on this rank, by name, ``[rows, ...]``."""
 
 
-def checked_outputs(outputs: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
-    """What a user's prediction returned, or an error that says what it has to return."""
+def checked_outputs(
+    outputs: Any, micro_batch: MicroBatch, earlier: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """What a user's prediction returned, or an error that says what it has to return.
+
+    ``earlier`` is what it returned for another micro-batch.
+    """
     if not isinstance(outputs, dict) or not outputs:
         raise TypeError(
             "predict_micro_batch must return a dict with one output or more by name, found "
@@ -39,6 +45,11 @@ def checked_outputs(outputs: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
                 f"predict_micro_batch gave '{name}' with {found}; an output needs one row for each "
                 f"of the {num_rows} rows of the micro-batch."
             )
+    if earlier is not None and form_of(outputs) != form_of(earlier):
+        raise ValueError(
+            f"predict_micro_batch gave {', '.join(form_of(earlier))} for one micro-batch and "
+            f"{', '.join(form_of(outputs))} for another; it must give the same for all."
+        )
     return outputs
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from lightning_dcp.engine.agreement import Signals, agree_on_lengths
+from lightning_dcp.engine.agreement import Signals, agree_on_batch, agree_on_outputs
 from lightning_dcp.engine.collect import RowOutputs, checked_outputs, collect_outputs
 from lightning_dcp.engine.ddp import OutsideParameters, finalize_outside
+from lightning_dcp.engine.guard import StepGuard
 from lightning_dcp.engine.losses import (
     LossTotals,
     MicroBatchStep,
@@ -30,7 +32,7 @@ from lightning_dcp.engine.micro_batches import (
 )
 from lightning_dcp.engine.optimizer import hide_gradients
 from lightning_dcp.engine.pipeline import run_pipeline
-from lightning_dcp.engine.prefetch import PlanPrefetcher, UnitIds, units_of
+from lightning_dcp.engine.prefetch import PlanPrefetcher, units_of
 from lightning_dcp.model import gather_recorded, model_chunks
 from lightning_dcp.packing import (
     ROUTES,
@@ -40,7 +42,7 @@ from lightning_dcp.packing import (
     check_routes,
     read_global_batch,
 )
-from lightning_dcp.parallel import ParallelContext
+from lightning_dcp.parallel import ParallelContext, check_cp_hooks
 from lightning_dcp.planning import Plan, PlanSettings, make_plan
 
 
@@ -130,9 +132,10 @@ class DynamicCPEngine:
                 What is wrong on one rank is an error on every rank.
         """
         planned: PlannedBatch | None = None
-        units: UnitIds = None
         error: Exception | None = None
         try:
+            if isinstance(target_extras, str):
+                raise TypeError(f"target_extras={target_extras!r} must be a tuple of keys.")
             read = read_global_batch(batch, vocab_size=vocab_size, may_lack_last=(ROUTES,))
             if check is not None:
                 check(read)
@@ -140,13 +143,16 @@ class DynamicCPEngine:
             units = units_of(read, keep_together)
             plan, wait = self.prefetcher.get(read.lengths, units)
             planned = PlannedBatch(read, plan, wait, tuple(target_extras), mtp_depths, routes)
-        except (TypeError, ValueError, NotImplementedError, ImportError) as refused:
-            # ImportError: a planner that is not installed. Anything else is a bug, and no refusal.
+        except Exception as refused:
+            # Of any kind, `check` is the user's; raised again when all ranks have met.
             error = refused
         # Reached by a rank that refused its batch, too: the others would wait for it in the step.
-        lengths = None if planned is None else planned.batch.lengths
-        signal = agree_on_lengths(
-            lengths, error, self.context.host_group, units=units, signal=self.signals.pending
+        signal = agree_on_batch(
+            None if planned is None else planned.batch,
+            error,
+            self.context.host_group,
+            given=self.prefetcher.given,
+            signal=self.signals.pending,
         )
         if signal:
             self.signals.act(signal)
@@ -190,11 +196,13 @@ class DynamicCPEngine:
         wait_share = None if before is None else min(planned.plan_wait / (now - before), 1.0)
 
         wrapped = [ddp] if isinstance(ddp, DistributedDataParallel) else list(ddp)
-        self._zero_gradients(wrapped, force_all_reduce)
         chunks = [one for one in wrapped if not isinstance(one.module, OutsideParameters)]
         outside = [one for one in wrapped if isinstance(one.module, OutsideParameters)]
+        self._check_hooks([chunk.module for chunk in chunks])
+        self._zero_gradients(wrapped, force_all_reduce)
 
         totals = LossTotals(micro_batch_step, self.context.device)
+        guard = StepGuard(chunks[-1].module, self.context.host_group)
         num_steps = len(steps_to_run(planned.plan, self.context.sizes))
         with ExitStack() as passes:
             # Micro-batches of the model say which pass is its last, and not when these are done.
@@ -204,7 +212,7 @@ class DynamicCPEngine:
                 run_pipeline(
                     [chunk.module for chunk in chunks],
                     self.micro_batches(planned),
-                    totals.add,
+                    partial(guard.run, totals.add),
                     self.context,
                     num_micro_batches=num_steps,
                     no_sync=[chunk.no_sync for chunk in chunks],
@@ -214,7 +222,8 @@ class DynamicCPEngine:
                     # Only in the last backward pass may DDP start to reduce. All ranks run as many
                     # micro-batches, so that they all start with the same one.
                     with nullcontext() if index == num_steps - 1 else chunks[0].no_sync():
-                        totals.add(micro_batch).backward()
+                        guard.run(totals.add, micro_batch).backward()
+        all_went_well = guard.start()
 
         # Reduces the gradients, sums the tokens over the pool in place, and divides by them.
         finalize_model_grads(
@@ -226,6 +235,7 @@ class DynamicCPEngine:
         loss, num_tokens = totals.mean(self.context)
         for one in outside:
             finalize_outside(one, num_tokens, self.context, force_all_reduce=force_all_reduce)
+        all_went_well()
         return StepResult(
             loss,
             num_tokens,
@@ -263,7 +273,8 @@ class DynamicCPEngine:
     ) -> StepResult:
         """The forward passes alone, as those of :meth:`train_step`; every rank must take part.
 
-        ``model``, this rank's part of it, is needed for a pipeline alone.
+        ``model``, this rank's part of it, is needed for a pipeline; without it an error in the step
+        of one rank is not brought to the others.
         """
         totals = LossTotals(micro_batch_step, self.context.device)
         self._run_forward(planned, totals.add, model)
@@ -289,7 +300,7 @@ class DynamicCPEngine:
             everywhere: Give the result to all ranks and not to rank 0 alone.
             of_own_token: Names of outputs that are about the row's own token, not its target.
             record_routes: Give ``routed_experts`` too, the experts that each token was sent to.
-            model: This rank's part of the model; needed for a pipeline alone.
+            model: This rank's part of the model; as :meth:`eval_step`.
 
         Returns:
             By name jagged ``[num_samples, length*, ...]``, in the order of the batch; an empty dict
@@ -298,7 +309,8 @@ class DynamicCPEngine:
         rows: list[dict[str, Tensor]] = []
 
         def last_stage(micro_batch: MicroBatch) -> Tensor:
-            outputs = checked_outputs(micro_batch_outputs(micro_batch), micro_batch)
+            earlier = rows[0] if rows else None
+            outputs = checked_outputs(micro_batch_outputs(micro_batch), micro_batch, earlier)
             if not micro_batch.is_filler:
                 rows.append(outputs)
             # A schedule wants a loss of each micro-batch, in a forward pass too.
@@ -314,6 +326,7 @@ class DynamicCPEngine:
                 experts = gather_recorded(routes, num_rows, shape, self.context)
                 if rows:
                     rows[index][ROUTES] = experts
+        agree_on_outputs(rows[0] if rows else None, self.context.host_group)
         outputs = collect_outputs(
             rows,
             planned.plan,
@@ -324,6 +337,12 @@ class DynamicCPEngine:
         if shape is not None and outputs:
             outputs[ROUTES] = shape.from_bytes(outputs[ROUTES])
         return outputs
+
+    def _check_hooks(self, chunks: Sequence[torch.nn.Module]) -> None:
+        # Whatever the plan's CP sizes are: the answer has to be the same on all ranks.
+        if len(self.context.cp_groups.pool_ranks) > 1:
+            for chunk in chunks:
+                check_cp_hooks(chunk)
 
     @property
     def _is_pipeline(self) -> bool:
@@ -336,16 +355,20 @@ class DynamicCPEngine:
         model: torch.nn.Module | None,
         recorded: RecordedRoutes | None = None,
     ) -> None:
+        chunks = [] if model is None else model_chunks(model)
+        self._check_hooks(chunks)
+        guard = StepGuard(chunks[-1] if chunks else None, self.context.host_group)
         if not self._is_pipeline:
             for micro_batch in self.micro_batches(planned, recorded):
-                last_stage(micro_batch)
-            return
-        if model is None:
+                guard.run(last_stage, micro_batch)
+        elif chunks:
+            run_pipeline(
+                chunks,
+                self.micro_batches(planned, recorded),
+                partial(guard.run, last_stage),
+                self.context,
+                num_micro_batches=len(steps_to_run(planned.plan, self.context.sizes)),
+            )
+        else:
             raise ValueError("A pipeline's stages need the model: give model=.")
-        run_pipeline(
-            model_chunks(model),
-            self.micro_batches(planned, recorded),
-            last_stage,
-            self.context,
-            num_micro_batches=len(steps_to_run(planned.plan, self.context.sizes)),
-        )
+        guard.start()()

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from lightning_dcp.packing import MicroBatch
+from lightning_dcp.parallel import check_cp_hooks
 
 
 class HiddenStates(NamedTuple):
@@ -32,6 +33,9 @@ def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> HiddenStat
     """The last hidden states of a bound micro-batch, and the output layer's weight.
 
     ``model`` is a Megatron-Core GPTModel with its CP hooks installed.
+
+    Raises:
+        RuntimeError: They are not, and the micro-batch is cut over several ranks.
     """
     inputs = _arguments(model, micro_batch)
     return cast(HiddenStates, model(**inputs, output_processor=_take_hidden_states))
@@ -47,6 +51,8 @@ def stage_output(chunk: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 def _arguments(model: Any, micro_batch: MicroBatch) -> dict[str, Any]:
+    if micro_batch.local_cp_size > 1:
+        check_cp_hooks(model)
     padding_mask = micro_batch.padding_mask[None]
     if not model.pre_process and model.config.sequence_parallel:
         # The chunk with the embedding cuts the mask along with the rows; later ones get it cut.

@@ -173,3 +173,14 @@ def _check_ids(key: str, value: Jagged | Tensor, vocab_size: int) -> None:
             f"{token}; the vocabulary has ids 0 to {vocab_size - 1}. Use 0 for tokens that are no "
             "target."
         )
+
+
+def check_extras(objective: Objective) -> None:
+    """Raises a TypeError for an objective that names its keys in another way than by Extra."""
+    extras: Any = objective.extras
+    if not isinstance(extras, (tuple, list)) or not all(isinstance(one, Extra) for one in extras):
+        name = type(objective).__name__
+        raise TypeError(
+            f"{name}.extras must be a tuple of Extra, found {extras!r}: return "
+            "(Extra('weights'),), say, for a key 'weights' with one number a token."
+        )

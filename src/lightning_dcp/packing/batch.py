@@ -48,9 +48,9 @@ class GlobalBatch:
         The next token has those from 1 on, depth ``k`` of multi-token prediction from ``k + 1``.
         """
         lengths = self.labels.lengths
-        is_target = _token_rows(self.labels) != IGNORE_INDEX
+        is_target = self.labels.token_rows() != IGNORE_INDEX
         if self.loss_mask is not None:
-            is_target &= _token_rows(self.loss_mask).bool()
+            is_target &= self.loss_mask.token_rows().bool()
         # All targets less the early ones: an index of the few is cheaper than one of all others.
         left_out = np.minimum(lengths, position)
         firsts = np.cumsum(lengths) - lengths - (np.cumsum(left_out) - left_out)
@@ -60,17 +60,6 @@ class GlobalBatch:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-
-def _token_rows(jagged: Jagged) -> Tensor:
-    """The values of all samples one after the other, without what lies between them."""
-    firsts = np.cumsum(jagged.lengths) - jagged.lengths
-    if np.array_equal(jagged.starts - jagged.starts[0], firsts):
-        first = int(jagged.starts[0])
-        # Without gaps, as nearly always: a view.
-        return jagged.values[first : first + int(jagged.lengths.sum())]
-    index = np.repeat(jagged.starts - firsts, jagged.lengths) + np.arange(jagged.lengths.sum())
-    return jagged.values.index_select(0, torch.from_numpy(index).to(jagged.values.device))
 
 
 def read_global_batch(
@@ -93,10 +82,7 @@ def read_global_batch(
         ValueError: An empty batch, an empty sequence, token ids outside the vocabulary, or a key
             whose lengths are not those of ``input_ids``.
     """
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"A batch must be a dict with 'input_ids', found a {type(batch).__name__}.")
-    if "input_ids" not in batch:
-        raise ValueError(f"The batch has no 'input_ids'; its keys are {sorted(batch)}.")
+    _check_one_batch(batch)
     tokens = read_jagged(batch["input_ids"], "input_ids")
     if len(tokens.lengths) == 0:
         raise ValueError("The batch is empty: 'input_ids' holds no sequence.")
@@ -121,6 +107,22 @@ def read_global_batch(
     return GlobalBatch(tokens, tokens if labels is None else labels, loss_mask, rest)
 
 
+def _check_one_batch(batch: Any) -> None:
+    is_dict = isinstance(batch, Mapping)
+    if is_dict and "input_ids" in batch:
+        return
+    # What Lightning makes of a dict or list of train loaders.
+    parts = batch.values() if is_dict else batch if isinstance(batch, (list, tuple)) else ()
+    if any(isinstance(part, Mapping) and "input_ids" in part for part in parts):
+        raise TypeError(
+            f"Found a {type(batch).__name__} of {len(batch)} batches, as several loaders give; a "
+            "step runs one global batch: give one loader, whose batches hold the samples of all."
+        )
+    if not is_dict:
+        raise TypeError(f"A batch must be a dict with 'input_ids', found a {type(batch).__name__}.")
+    raise ValueError(f"The batch has no 'input_ids'; its keys are {sorted(batch)}.")
+
+
 def _read_key(
     key: str, value: Any, input_ids: Any, tokens: Jagged, *, may_lack: int
 ) -> Jagged | Tensor:
@@ -139,7 +141,9 @@ def _read_key(
     of_key: Any = value
     if of_key.offsets() is input_ids.offsets() and of_key.lengths() is input_ids.lengths():
         # Built from the same offsets: the same lengths, without reading them again.
-        return Jagged(value.values(), tokens.starts, tokens.lengths)
+        jagged = Jagged(value.values(), tokens.starts, tokens.lengths)
+        jagged.check_inside(key)
+        return jagged
     jagged = read_jagged(value, key)
     if len(jagged.lengths) != len(tokens.lengths):
         raise ValueError(

@@ -25,6 +25,27 @@ class Jagged:
     starts: np.ndarray
     lengths: np.ndarray
 
+    def token_rows(self) -> Tensor:
+        """``[sum of lengths, ...]``: the rows of all samples, without what lies between them."""
+        firsts = np.cumsum(self.lengths) - self.lengths
+        if np.array_equal(self.starts - self.starts[0], firsts):
+            first = int(self.starts[0])
+            # Without gaps, as nearly always: a view.
+            return self.values[first : first + int(self.lengths.sum())]
+        index = np.repeat(self.starts - firsts, self.lengths) + np.arange(self.lengths.sum())
+        return self.values.index_select(0, torch.from_numpy(index).to(self.values.device))
+
+    def check_inside(self, name: str) -> None:
+        """Raises a ValueError if a sequence reaches beyond the values, which torch never checks."""
+        outside = (self.lengths < 0) | (self.starts + self.lengths > len(self.values))
+        if outside.any():
+            sample = int(outside.argmax())
+            raise ValueError(
+                f"'{name}' has {len(self.values)} rows of values, but by its offsets sample "
+                f"{sample} is rows {self.starts[sample]} to "
+                f"{self.starts[sample] + self.lengths[sample]}: make values and offsets together."
+            )
+
     def first_where(self, bad: Tensor) -> tuple[int, int] | None:
         """Sample and position in it of the first row for which ``bad`` holds, for errors.
 
@@ -52,6 +73,7 @@ def read_jagged(tensor: Any, name: str = "tensor") -> Jagged:
 
     Raises:
         TypeError: Not a jagged NestedTensor, or ragged in another dimension than the first.
+        ValueError: Its values do not have the rows that its offsets name.
     """
     if not is_jagged(tensor):
         found = (
@@ -69,11 +91,13 @@ def read_jagged(tensor: Any, name: str = "tensor") -> Jagged:
         raise TypeError(f"{name} must be ragged in dimension 1, found dimension {ragged_dim}.")
     offsets = _to_host(tensor.offsets())
     lengths = tensor.lengths()
-    return Jagged(
+    jagged = Jagged(
         values=tensor.values(),
         starts=offsets[:-1],
         lengths=np.diff(offsets) if lengths is None else _to_host(lengths),
     )
+    jagged.check_inside(name)
+    return jagged
 
 
 def _to_host(boundaries: Tensor) -> np.ndarray:

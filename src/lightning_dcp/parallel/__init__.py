@@ -3,7 +3,7 @@
 from lightning_dcp._megatron import quiet_megatron
 from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.parallel.context import ParallelContext, parallel_state_of, setup_parallel
-from lightning_dcp.parallel.cp_hooks import install_cp_hooks
+from lightning_dcp.parallel.cp_hooks import check_cp_hooks, install_cp_hooks
 from lightning_dcp.parallel.cpu_mode import cpu_mode_is_active, disable_cpu_mode, enable_cpu_mode
 from lightning_dcp.parallel.faults import PATIENCE, FaultWatch, end_processes, say
 from lightning_dcp.parallel.groups import DynamicCPGroups
@@ -22,6 +22,7 @@ __all__ = [
     "ParallelContext",
     "ParallelSizes",
     "bind_micro_batch",
+    "check_cp_hooks",
     "cpu_mode_is_active",
     "disable_cpu_mode",
     "enable_cpu_mode",

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from lightning_dcp.parallel.packed_params import BoundPackedSeqParams
 
+_INSTALLED = "_follows_micro_batches"
+
 
 def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
     """Makes every module of ``model`` that needs to know follow the micro-batch that is running.
@@ -38,6 +40,8 @@ def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
         if HAVE_TE and TEDotProductAttention.cp_stream is None:
             TEDotProductAttention.cp_stream = torch.cuda.Stream()
     undo = ExitStack()
+    setattr(model, _INSTALLED, True)
+    undo.callback(setattr, model, _INSTALLED, False)
     for module in model.modules():
         if isinstance(module, Attention):
             _install_on(module, undo)
@@ -45,6 +49,19 @@ def install_cp_hooks(model: torch.nn.Module) -> Callable[[], None]:
     if listeners:
         _announce_to(model, listeners, undo)
     return undo.close
+
+
+def check_cp_hooks(model: torch.nn.Module) -> None:
+    """Raises a RuntimeError if a chunk of a model does not follow the CP groups of micro-batches.
+
+    Attention would then take rope's frequencies from the static CP group, without a word.
+    """
+    if not getattr(model, _INSTALLED, False):
+        raise RuntimeError(
+            f"This {type(model).__name__} does not follow the CP groups of its micro-batches: call "
+            "lightning_dcp.parallel.install_cp_hooks on it (on each of model_chunks(model)) before "
+            "the first step."
+        )
 
 
 def _announce_to(model: torch.nn.Module, listeners: list[Any], undo: ExitStack) -> None:

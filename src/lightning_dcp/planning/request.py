@@ -107,12 +107,19 @@ class PlanSettings:
             padding=padding,
         )
 
+    @property
+    def row_option(self) -> tuple[str, int]:
+        """The option that limits the rows of a micro-batch, and its value; for errors."""
+        if self.padding.pad_to_length is not None:
+            return "pad_to_length", self.padding.pad_to_length
+        return "max_seqlen_per_dp_cp_rank", self.max_seqlen_per_dp_cp_rank
+
     def limits(self) -> str:
-        """What else than the cap limits sequences, for errors."""
+        """What else than :attr:`row_option` limits sequences, for errors."""
         padding = "".join(
             f" and {f.name}={getattr(self.padding, f.name)}"
             for f in fields(self.padding)
-            if getattr(self.padding, f.name)
+            if getattr(self.padding, f.name) and f.name != self.row_option[0]
         )
         return f"tp_size={self.tp_size}{padding}"
 
@@ -270,6 +277,7 @@ class PlanRequest:
         most = longest_that_fits(s.max_seqlen_per_dp_cp_rank, s.num_ranks, s.tp_size, s.padding)
         if min(self.lengths) > 0 and max(self.lengths) <= most:
             return
+        name, rows = s.row_option
         # Only to find which sample is wrong.
         for sample, length in enumerate(self.lengths):
             if length <= 0:
@@ -280,10 +288,9 @@ class PlanRequest:
             if length > most:
                 raise ValueError(
                     f"sample {sample} has length {length}, but at most {most} tokens fit "
-                    f"{s.num_ranks} DPxCP ranks of max_seqlen_per_dp_cp_rank="
-                    f"{s.max_seqlen_per_dp_cp_rank} rows with {s.limits()}; raise "
-                    "max_seqlen_per_dp_cp_rank, use more ranks, or shorten the sequence, e.g. by "
-                    "max_length of the DataModule"
+                    f"{s.num_ranks} DPxCP ranks of {name}={rows} rows with {s.limits()}; raise "
+                    f"{name}, use more ranks, or shorten the sequence, e.g. by max_length of the "
+                    "DataModule"
                 )
 
     def _check_units(self, units: tuple[tuple[int, ...], ...]) -> None:
@@ -292,13 +299,13 @@ class PlanRequest:
         # Each sample fits the pool (_check_lengths), but not all of a unit together.
         where = int(self.fits[-1].argmin())
         unit = units[where]
+        name, rows = self.settings.row_option
         shown = ", ".join(f"{i} ({self.lengths[i]} tokens)" for i in unit[:8])
         raise ValueError(
             f"keep_together puts {len(unit)} samples in one micro-batch: "
             f"{shown}{' and others' if len(unit) > 8 else ''}; they take "
             f"{int(self.row_table[-1, where])} rows a rank on the whole pool of {self.num_ranks} "
             f"DPxCP ranks after padding, but at most {self.capacity[self.num_ranks]} fit "
-            f"max_seqlen_per_dp_cp_rank={self.settings.max_seqlen_per_dp_cp_rank} with "
-            f"{self.settings.limits()}; raise "
-            "max_seqlen_per_dp_cp_rank, use more ranks, or shorten these samples"
+            f"{name}={rows} with {self.settings.limits()}; raise {name}, use more ranks, or "
+            "shorten these samples"
         )

@@ -99,7 +99,7 @@ def read_on_all_ranks(path: Any, read: Callable[[], Any], group: dist.ProcessGro
     except (OSError, ValueError) as refused:
         # Kept till all ranks have met: another's disk may have a whole file.
         error = refused
-    raise_refusals(error, group, "the checkpoint")
+    raise_refusals(error, group, "could not load the checkpoint")
     return checkpoint
 
 

@@ -145,7 +145,7 @@ def load_full_model_state(
     except RuntimeError as refused:
         # Kept till all ranks have met: another's part may be right.
         error = refused
-    raise_refusals(error, context.host_group, "the weights")
+    raise_refusals(error, context.host_group, "could not load the weights")
 
 
 def load_kept_weights(
@@ -233,7 +233,7 @@ def load_full_optimizer_state(
         _check_state(expected, state)
     except ValueError as refused:
         error = refused
-    raise_refusals(error, context.host_group, "the optimizer's state")
+    raise_refusals(error, context.host_group, "could not load the optimizer's state")
     # Which groups a rank has depends on its layers and experts.
     of_kind = {_kind_of(group): group for group in reversed(state["param_groups"])}
     for group in optimizer.param_groups:
