@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported: the workers of a multi-process test share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,15 +19,24 @@ import hygiene
 
 ROOT = Path(__file__).parents[1]
 
+# Hypothesis would have an example take 200 ms at most: nothing here is timed.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
 
 @pytest.fixture(autouse=True)
 def leaves_nothing() -> Iterator[None]:
     """Fails where a test leaves variables, threads, process groups, CPU mode or files behind."""
-    state, files = hygiene.State.now(), set(os.listdir(ROOT))
+    state, files = hygiene.State.now(), _files()
     yield
     left = state.restore()
-    left += [f"file {name}" for name in sorted(set(os.listdir(ROOT)) - files)]
+    left += [f"file {name}" for name in sorted(_files() - files)]
     assert not left, f"left behind: {'; '.join(left)}"
+
+
+def _files() -> set[str]:
+    """Names in the repository's folder, without that of Hypothesis, which is made at any time."""
+    return set(os.listdir(ROOT)) - {".hypothesis"}
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,9 +1,9 @@
 """The one helper that runs a function on several gloo processes.
 
-The processes are kept from one call to the next, at most eight: what costs is their start and their
-imports. A call on N ranks uses the first N of them, with a process group of its own. After each
-call a worker must be as it was: no process group, CPU mode, thread or environment variable may
-stay. Those that failed, or left something, are replaced.
+The processes are kept from one call to the next, at most eight (for each of pytest's workers): what
+costs is their start and their imports. A call on N ranks uses the first N of them, with a process
+group of its own. After each call a worker must be as it was: no process group, CPU mode, thread or
+environment variable may stay. Those that failed, or left something, are replaced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ import hygiene
 from hygiene import load
 
 # Everything that tests import: a worker is forked from a process that has it.
-_PRELOAD = ["lightning.pytorch", "lightning_dcp.strategy", "pytest", "distributed"]
+mp.get_context("forkserver").set_forkserver_preload(
+    ["lightning.pytorch", "lightning_dcp.strategy", "pytest", "distributed"]
+)
 _MOST = 8
 # A collective that waits for a rank that failed is ended by killing the worker, not by gloo.
 _COLLECTIVE = timedelta(hours=2)
@@ -105,7 +107,6 @@ class _Worker:
 
     def __post_init__(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
         self.connection, other = context.Pipe()
         handle, name = tempfile.mkstemp(prefix=f"rank-{self.rank}-")
         os.close(handle)
@@ -167,7 +168,7 @@ def _collect(workers: list[_Worker], timeout: float) -> dict[int, tuple[bool, An
                 for worker in hanging:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(worker.process.pid, signal.SIGUSR1)
-                time.sleep(1.0)
+                time.sleep(1.0 * load())
                 outcome |= {w.rank: (False, "did not finish in time") for w in hanging}
     except BaseException:
         # Interrupted, or over pytest's own limit: the workers are still busy.
@@ -184,6 +185,9 @@ def _serve(connection: Connection, rank: int, output: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _share_device()
+    # As in a user's process: the forkserver's way, which it hands on, would have the workers of a
+    # data loader import everything anew.
+    mp.set_start_method("fork", force=True)
     # What is imported stays: the collector need not look at it again.
     gc.freeze()
     state = hygiene.State.now()

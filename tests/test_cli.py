@@ -1,7 +1,7 @@
 """The command, the configs and the README's script.
 
-One ``fit``, the script and torchrun are processes as a user starts them; all other commands run in
-workers that have everything imported.
+One ``fit``, one that fails and the script are processes as a user starts them; everything else runs
+in workers that have all imports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from command_line import cli, run
+from command_line import cli, run, script
 from lightning_dcp.tools.lightning_cli import DynamicCPCLI
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +50,7 @@ def small(name: str, folder: Path) -> list[str]:
     return [f"--config={ROOT / 'configs' / name}.yaml", f"--config={overrides}"]
 
 
-# The workers of a loader import everything anew; the one run in processes of its own has them.
+# The runs in processes of their own, and the script, have the workers of loaders.
 NO_LOADERS = "--data.init_args.num_workers=0"
 
 
@@ -58,7 +58,9 @@ NO_LOADERS = "--data.init_args.num_workers=0"
 def test_a_config_trains_validates_and_leaves_its_files(tmp_path, name):
     options = small(name, tmp_path)
     if name == "quickstart":
-        done = run(sys.executable, "-m", "lightning_dcp", "fit", *options, cwd=tmp_path)
+        # Two processes, and loaders' workers in each.
+        two = ["--trainer.devices=2", "--trainer.strategy.init_args.max_seqlen_per_dp_cp_rank=512"]
+        done = run(sys.executable, "-m", "lightning_dcp", "fit", *options, *two, cwd=tmp_path)
     else:
         done = cli("fit", *options, NO_LOADERS, cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -192,14 +194,17 @@ def test_an_unknown_key_of_a_config_is_named(tmp_path):
 @pytest.mark.parametrize("option", [[], ["--traceback"]])
 def test_a_data_path_that_does_not_exist_stops_every_process(option, tmp_path):
     config = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
-    wrong = ["--trainer.devices=2", "--data.init_args.data=[nowhere/*.txt]"]
-    command = (sys.executable, "-m", "lightning_dcp", "fit")
-    done = run(*command, *option, config, *wrong, cwd=tmp_path)
-    assert done.returncode != 0
+    wrong = [*option, config, "--trainer.devices=2", "--data.init_args.data=[nowhere/*.txt]"]
     if option:
+        done = cli("fit", *wrong, cwd=tmp_path, world=2)
+        assert done.returncode != 0
         assert "Traceback" in done.stderr
     else:
-        assert done.stderr.count("lightning-dcp fit: error: ") == 1, done.stderr
+        done = run(sys.executable, "-m", "lightning_dcp", "fit", *wrong, cwd=tmp_path)
+        assert done.returncode != 0
+        # By rank 0, if the other one has not waited for it in vain.
+        told = re.findall(r"lightning-dcp fit(?: \(rank 1\))?: error: ", done.stderr)
+        assert len(told) == 1, done.stderr
         assert done.stderr.count("nowhere/*.txt") == 1
         assert "Traceback" not in done.stderr
 
@@ -236,23 +241,22 @@ def readme_script() -> str:
     return script
 
 
-def test_the_readmes_script_runs_as_printed(tmp_path):
-    script = readme_script()
-    assert len(script.splitlines()) <= 40
+def test_the_readmes_script_starts_its_processes(tmp_path):
     path = tmp_path / "script.py"
-    path.write_text(script)
+    path.write_text(readme_script().replace("devices=4", "devices=2").replace("=512", "=1024"))
     done = run(sys.executable, str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"step \d+ \| loss", done.stdout)) == 6
+
+
+def test_the_readmes_script_runs_as_printed_where_torchrun_starts_it(tmp_path):
+    printed = readme_script()
+    assert len(printed.splitlines()) <= 40
+    path = tmp_path / "script.py"
+    path.write_text(printed)
+    done = script(path, cwd=tmp_path, world=4)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"step \d+ \| loss ([\d.]+)", done.stdout)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert list(tmp_path.rglob("*.ckpt"))
-
-
-def test_the_readmes_script_runs_under_torchrun(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(readme_script().replace("devices=4", "devices=2").replace("=512", "=1024"))
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    done = run(*torchrun, "--nproc-per-node", "2", str(path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(re.findall(r"step \d+ \| loss", done.stdout)) == 6

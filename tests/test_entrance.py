@@ -16,12 +16,12 @@ import lightning_dcp.data
 HEAVY = ["lightning", "matplotlib", "megatron", "pandas", "pyarrow", "torch", "transformers"]
 
 
-def run(program: str, cwd: Path) -> str:
+def run(program: str, cwd: Path) -> tuple[str, str]:
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=cwd, env=os.environ, text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 PLAN = (
@@ -45,7 +45,8 @@ PLAN = (
 def test_an_entrance_is_light(entrance, tmp_path):
     (tmp_path / "lengths.csv").write_text("length,count\n1000,6\n9000,2\n")
     seen = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
-    assert run(f"{entrance}\n{seen}", tmp_path).splitlines()[-1] == "[]"
+    out, _ = run(f"{entrance}\n{seen}", tmp_path)
+    assert out.splitlines()[-1] == "[]"
 
 
 FIND = """
@@ -67,18 +68,42 @@ assert not any("lightning_dcp" in type(finder).__module__ for finder in sys.meta
 """
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import lightning_dcp, lightning",
-        "import lightning, lightning_dcp",
-        "from lightning_dcp import LRSchedule; import lightning_dcp",
-        # To look for Lightning is no import of it.
-        FIND,
-    ],
-)
-def test_lightning_knows_the_strategys_names_whatever_is_imported_first(imports, tmp_path):
-    run(f"import sys\n{imports}\n{TRAINERS}", tmp_path)
+IMPORTS = [
+    "import lightning_dcp, lightning",
+    "import lightning, lightning_dcp",
+    "from lightning_dcp import LRSchedule; import lightning_dcp",
+    # To look for Lightning is no import of it.
+    FIND,
+]
+# In forks of a process that has what takes longest, and nothing of Lightning, Megatron or ours.
+FORKS = f"""
+import os, sys, traceback
+import torch._dynamo, torchmetrics.functional
+assert not {{"lightning", "lightning_dcp", "megatron"}} & set(sys.modules)
+for imports in {IMPORTS!r}:
+    child = os.fork()
+    if not child:
+        try:
+            exec("import sys\\n" + imports + {TRAINERS!r}, {{}})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """By imports, the exit code and what all of them wrote."""
+    out, err = run(FORKS, tmp_path_factory.mktemp("imports"))
+    return {imports: (code, err) for imports, code in zip(IMPORTS, out.split(), strict=True)}
+
+
+@pytest.mark.parametrize("imports", IMPORTS)
+def test_lightning_knows_the_strategys_names_whatever_is_imported_first(imports, outcomes):
+    code, written = outcomes[imports]
+    assert code == "0", written[-3000:]
 
 
 @pytest.mark.parametrize("package", [lightning_dcp, lightning_dcp.data])

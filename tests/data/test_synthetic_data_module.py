@@ -57,9 +57,9 @@ def test_a_sample_depends_on_the_seed_and_its_index_alone():
     assert rows(loader) == rows(loader) == reference  # every epoch, with workers that stay
 
 
-def test_workers_that_are_spawned():
+def test_workers_that_get_everything_pickled():
     loader = ready(num_workers=1).train_dataloader()
-    loader.multiprocessing_context = "spawn"
+    loader.multiprocessing_context = "forkserver"
     assert rows(loader) == rows(ready().train_dataloader())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from command_line import compare_in_workers
 from lightning_dcp.tools.compare.command import compare, main, static_size
 from lightning_dcp.tools.compare.comparison import TimedStep, compare_steps, describe
 from lightning_dcp.tools.compare.measured_fit import MeasuredCLI
@@ -114,7 +115,8 @@ CALLBACKS = [
 ]
 
 
-def test_a_comparison_from_one_checkpoint(tmp_path, capsys):
+def test_a_comparison_from_one_checkpoint(tmp_path, capsys, monkeypatch):
+    compare_in_workers(monkeypatch, 2)
     config = tmp_path / "config.yaml"
     content = copy.deepcopy(CONFIG)
     content["trainer"]["callbacks"] = [*CALLBACKS, {"class_path": "lightning_dcp.StepReport"}]
@@ -160,6 +162,7 @@ def test_the_command_takes_one_config_or_several(monkeypatch):
 
 
 def test_a_run_that_fails_shows_what_it_printed(tmp_path):
+    # The one run in a process of its own, as a user's are.
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({**CONFIG, "no_such_key": 1}))
     with pytest.raises(RuntimeError, match="no_such_key"):
