@@ -23,6 +23,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 import lightning_dcp
 from lightning_dcp import DPO, SFT, ModelConfig, MoEConfig, Recompute, ValueLoss
+from lightning_dcp.config.padding import PackPadding
+from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.rules import RULES, as_table, refuse
 
 DOCS = Path(__file__).parents[1] / "docs" / "features.md"
@@ -54,6 +56,16 @@ MTP = ModelConfig(mtp_num_layers=1)
 BY_VALUE = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": GradClipAlgorithmType.VALUE}
 COMPILED = torch.nn.Sequential(torch.nn.Linear(1, 1))
 COMPILED[0].compile()
+
+
+def data_of(max_length, planner="balanced", **options):
+    """A cap on four ranks beside data of this length."""
+    cap = 512 if planner == "static" else 1024
+    facts = {"cap": cap, "padding": PackPadding(), "sizes": ParallelSizes(world_size=4)}
+    datamodule = SimpleNamespace(max_length=max_length)
+    return facts | {"datamodule": datamodule, "planner": planner} | options
+
+
 CASES = [
     ({"dynamic": False, "planner": "balanced"}, "planner='balanced' chooses CP sizes"),
     ({"model": DENSE, "objective": ValueLoss()}, "ValueLoss needs a model with head='value'"),
@@ -90,6 +102,12 @@ CASES = [
             "module": SimpleNamespace(automatic_optimization=True, vocab_size=257),
         },
         "vocabulary of 300 ids, the model one of 257",
+    ),
+    (data_of(4097), "up to 4097 tokens .* on 4 ranks holds 4096 at most. Raise .* to 1026"),
+    (data_of(513, planner="static"), "on 1 ranks holds 512 at most. Raise .* to 513"),
+    (
+        data_of(2049, padding=PackPadding(pad_to_length=512)),
+        "pad_to_length=512 on 4 ranks holds 2048 at most. Raise pad_to_length to 514",
     ),
     ({"module": OwnBackward()}, "OwnBackward.backward would never be called"),
     *(

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, override
 
 _STRATEGIES = "lightning.pytorch.strategies"
-_START_METHODS = {"dynamic_cp": "popen", "dynamic_cp_notebook": "fork"}
+START_METHODS = {"dynamic_cp": "popen", "dynamic_cp_notebook": "fork"}
 
 
 def register_strategies() -> None:
@@ -24,7 +24,7 @@ def register_strategies() -> None:
 
 def _register(strategies: ModuleType) -> None:
     registry = strategies.StrategyRegistry
-    for name, start_method in _START_METHODS.items():
+    for name, start_method in START_METHODS.items():
         # Lightning refuses a name that is registered twice.
         if name not in registry:
             registry.register(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 from jsonargparse import set_parsing_settings
@@ -46,7 +47,13 @@ def main(args: Sequence[str] | None = None) -> None:
         print(_help())
         return
     with told_once(given[0] if given else ""):
-        if given and given[0] in _OURS:
+        if not given or (given[0][:1] != "-" and given[0] not in _OURS | _OF_LIGHTNING):
+            near = get_close_matches(given[0], _OURS | _OF_LIGHTNING) if given else []
+            raise ValueError(
+                f"expected a command, {', '.join(_OF_LIGHTNING | _OURS)}, found "
+                f"{given[0] if given else 'none'}{f'; did you mean {near[0]}?' if near else ''}"
+            )
+        if given[0] in _OURS:
             import_module(f"lightning_dcp.tools.{given[0]}.command").main(given[1:])
         else:
             from lightning_dcp.tools.lightning_cli import run_lightning

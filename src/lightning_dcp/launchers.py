@@ -112,6 +112,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         **options: Any,
     ) -> Any:
         assert trainer is not None
+        strategy: Any = trainer.strategy
+        # The first that a Trainer does with a module, in each process that a user started.
+        strategy.check_before_start(trainer, args)
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         parent = os.environ.pop(_PARENT, "")
@@ -121,7 +124,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             del os.environ[_PARENT]
             atexit.register(self._end_children)
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        strategy: Any = trainer.strategy
         guard: RunGuard | None = strategy.guard
         if guard is None or not guard.watch.watches_family:
             # In place of Lightning's observer, which kills this process too, without a word.
@@ -148,11 +150,14 @@ class ForkLauncher(ResultsLauncher):
         trainer: Trainer | None = None,
         **options: Any,
     ) -> Any:
+        assert trainer is not None
+        strategy: Any = trainer.strategy
+        strategy.check_before_start(trainer, args)
         try:
             with _sigterm_handled_by(lambda signum, frame: self.kill(signum)):
                 return super().launch(function, *args, trainer=trainer, **options)
         except BaseException as error:
-            for callback in [] if trainer is None else trainer.checkpoint_callbacks:
+            for callback in trainer.checkpoint_callbacks:
                 _skip_on_exception(callback)  # Was called where the model is, in the processes.
             if isinstance(error, ProcessExitedException) and error.exit_code == _TERMINATED:
                 raise SIGTERMException(_TERMINATED) from None

@@ -1,9 +1,9 @@
 """What does not work together: a function each, registered with the line it has in the docs.
 
 A rule names the facts that it looks at as its parameters. :func:`refuse` gets the facts that its
-caller has and applies the rules that need no others: when the strategy or the module is made, when
-the device is known, and when the Trainer is. What a part refuses by itself (sizes, batches) is no
-rule. ``docs/features.md`` has the table.
+caller has and applies the rules that need no others: when the strategy or the module is made,
+before processes are started, and when the Trainer sets up. What a part refuses by itself (sizes,
+batches) is no rule. ``docs/features.md`` has the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -26,6 +26,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightning_dcp.config.model import ModelConfig, Recompute
+from lightning_dcp.config.padding import Cap, PackPadding, longest_that_fits, rows_per_rank
+from lightning_dcp.config.parallel import ParallelSizes
 from lightning_dcp.objectives import Objective
 
 Check = Callable[..., None]
@@ -277,6 +279,34 @@ def _vocabulary_of_data(trainer: Trainer, module: LightningModule) -> None:
         raise ValueError(
             f"{type(datamodule).__name__} has a vocabulary of {of_data} ids, the model one of "
             f"{of_model}. Set the model's vocab_size to {of_data}."
+        )
+
+
+@rule("a cap", "a longer `max_length` of the data", instead="a cap that holds it, or more devices")
+def _cap_of_data(
+    datamodule: LightningDataModule | None,
+    cap: Cap,
+    padding: PackPadding,
+    sizes: ParallelSizes,
+    planner: str,
+) -> None:
+    longest = getattr(datamodule, "longest_sample", getattr(datamodule, "max_length", None))
+    # "auto" follows from the length, and not every DataModule knows it before it has read its data.
+    if cap == "auto" or not isinstance(longest, int):
+        return
+    size = sizes.context_parallel_size if planner == "static" else sizes.dp_cp_size
+    tp_size = sizes.tensor_model_parallel_size
+    fits = longest_that_fits(cap, size, tp_size, padding)
+    if longest > fits:
+        option, value = "max_seqlen_per_dp_cp_rank", cap
+        if padding.pad_to_length is not None:
+            option, value = "pad_to_length", padding.pad_to_length
+        align = padding.pack_alignment(size, tp_size)
+        needed = -(-rows_per_rank(longest, size, tp_size, padding) // align) * align
+        raise ValueError(
+            f"{type(datamodule).__name__} has sequences of up to {longest} tokens (max_length); "
+            f"{option}={value} on {size} ranks holds {fits} at most. Raise {option} to {needed}, "
+            f"use more ranks, or lower max_length to {fits}."
         )
 
 

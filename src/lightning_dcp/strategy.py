@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -11,7 +11,7 @@ from typing import Any, Literal, override
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
@@ -230,7 +230,22 @@ class DynamicCPStrategy(DDPStrategy):
         return self._ddp
 
     @override
-    def connect(self, model: LightningModule) -> None:
+    def _configure_launcher(self) -> None:
+        self._launcher = launcher_of(self, self._start_method)
+
+    def check_before_start(self, trainer: Trainer, args: Sequence[Any] = ()) -> None:
+        """Refuses what cannot work, before processes are started.
+
+        Args:
+            trainer: With the module that is to run.
+            args: Of the Trainer's method; its DataModule, if there is one, is among them.
+
+        Raises:
+            TypeError: The module is no DynamicCPModule.
+            ValueError: Sizes that do not work together, or options that contradict each other.
+            NotImplementedError: Something that this package does not do.
+        """
+        model = self.lightning_module
         if not isinstance(model, DynamicCPModule):
             raise TypeError(
                 f"DynamicCPStrategy runs a DynamicCPModule, found {type(model).__name__}. Derive "
@@ -243,28 +258,31 @@ class DynamicCPStrategy(DDPStrategy):
                 "DynamicCPStrategy does not run modules that torch.compile made: give the module "
                 "itself."
             )
-        super().connect(model)
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._launcher = launcher_of(self, self._start_method)
-
-    @override
-    def setup_environment(self) -> None:
-        # Before the processes meet; what builds a model without a Trainer checks the same.
-        sizes, module = self.parallel_sizes(self.world_size), self._module
-        module.model_config.check_parallel(sizes)
-        check_mtp_recompute(module.model_config, self.recompute)
+        sizes = self.parallel_sizes(self.world_size)
+        # What builds a model without a Trainer checks the same.
+        model.model_config.check_parallel(sizes)
+        check_mtp_recompute(model.model_config, self.recompute)
         refuse(
-            model=module.model_config,
-            objective=module.objective,
+            model=model.model_config,
+            objective=model.objective,
             recompute=self.recompute,
             planner=self.planner,
             fp8=self.fp8,
             precision=self.precision_plugin.precision,
             on_gpu=self.root_device.type == "cuda",
+            cap=self.max_seqlen_per_dp_cp_rank,
+            padding=self.padding,
+            sizes=sizes,
+            trainer=trainer,
+            module=model,
+            callbacks=callbacks_of(trainer),
+            datamodule=next((one for one in args if isinstance(one, LightningDataModule)), None),
         )
-        # Before callbacks are set up, some of which look for a model.
+
+    @override
+    def setup_environment(self) -> None:
+        sizes, module = self.parallel_sizes(self.world_size), self._module
+        # Again, since hooks have added some; before callbacks are set up, which look for a model.
         refuse(callbacks=callbacks_of(module.trainer))
         with meeting_point_in_errors(self):
             super().setup_environment()
@@ -286,6 +304,7 @@ class DynamicCPStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._module
+        # Again: hooks have run since, and Lightning has found the DataModule.
         refuse(trainer=trainer, module=module)
         for loop in (
             trainer.validate_loop,

@@ -278,6 +278,5 @@ def test_another_strategy_is_named():
 def test_a_compiled_module_is_refused():
     # Lightning itself lets such modules pass to any DDPStrategy, which ours derives from.
     module = from_compiled(torch.compile(trainers.module()))
-    strategy = DynamicCPStrategy(max_seqlen_per_dp_cp_rank=8)
     with pytest.raises(NotImplementedError, match=r"torch\.compile made: give the module itself"):
-        strategy.connect(module)
+        trainers.trainer().fit(module)

@@ -7,6 +7,7 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ def run(*seconds: float, tokens: int = 100, loss: float = 2.0) -> list[TimedStep
         TimedStep(
             step=6 + i,
             seconds=time,
+            predicted_seconds=2 * time,
             tokens=tokens - 4,
             sequence_tokens=tokens,
             loss=loss,
@@ -43,7 +45,9 @@ def test_the_ratio_is_of_all_steps_and_its_spread_of_each():
     assert comparison.dynamic_seconds == 2.5
     assert comparison.static_tokens_per_second == pytest.approx(100 / 3.0)
     assert comparison.cp_sizes == {1: 4, 4: 2}
+    assert comparison.predicted_ratio == pytest.approx(6 / 5)
     assert "1.200 times as fast" in describe(comparison)
+    assert "plan predicts 1.200" in describe(comparison)
 
 
 def test_losses_are_compared_step_by_step():
@@ -147,18 +151,46 @@ def test_a_comparison_from_one_checkpoint(tmp_path, capsys, monkeypatch):
     ]
 
 
-def test_the_command_takes_one_config_or_several(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "config", "overrides"),
+    [
+        (["--config=a.yaml"], ["a.yaml"], []),
+        (["--config=a.yaml", "-c", "b.yaml"], ["a.yaml", "b.yaml"], []),
+        (["--config", "a.yaml", "--config", "b.yaml"], ["a.yaml", "b.yaml"], []),
+        (
+            ["--config=[a.yaml,b.yaml]", "--model.model.num_layers", "2", "--trainer.devices=2"],
+            ["a.yaml", "b.yaml"],
+            ["--model.model.num_layers", "2", "--trainer.devices=2"],
+        ),
+    ],
+)
+def test_the_command_takes_configs_and_options_of_fit(monkeypatch, options, config, overrides):
     seen = []
 
     @functools.wraps(compare)
-    def watched(**given):
-        seen.append(given)
+    def watched(config, **given):
+        seen.append((config, given))
 
     monkeypatch.setattr("lightning_dcp.tools.compare.command.compare", watched)
-    for options in (["--config=a.yaml"], ["--config=[a.yaml,b.yaml]"]):
-        main([*options, "--steps=3", "--json=out.json"])
-    assert [given["config"] for given in seen] == ["a.yaml", ["a.yaml", "b.yaml"]]
-    assert all(given["steps"] == 3 and given["json"] == "out.json" for given in seen)
+    main([*options, "--steps=3", "--json", "out.json"])
+    ((files, given),) = seen
+    assert (files, given["overrides"]) == (config, overrides)
+    assert (given["steps"], given["json"]) == (3, "out.json")
+
+
+def test_every_run_gets_all_configs_and_options(monkeypatch, tmp_path):
+    config = tmp_path / "a.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    seen = []
+
+    def run(command, **options):
+        seen.append(command)
+        return SimpleNamespace(returncode=1, stdout="", stderr="lightning-dcp fit: error: told\n")
+
+    monkeypatch.setattr("lightning_dcp.tools.compare.command.subprocess.run", run)
+    with pytest.raises(ValueError, match="told"):
+        compare([str(config), str(config)], overrides=["--trainer.devices", "4"])
+    assert seen[0][4:8] == [f"--config={config}", f"--config={config}", "--trainer.devices", "4"]
 
 
 def test_a_run_that_fails_shows_what_it_printed(tmp_path):
@@ -202,6 +234,10 @@ def test_the_static_size_is_the_configs_or_its_pool(tmp_path):
     second.write_text(yaml.safe_dump(override))
     assert static_size([str(first)]) == 2
     assert static_size([str(first), str(second)]) == 2
+    # On the command line init_args can be left out.
+    four = ["--trainer.devices", "16", "--trainer.strategy.tensor_model_parallel_size=4"]
+    assert static_size([str(first), str(second)], four) == 2
+    assert static_size([str(first)], ["--trainer.devices=8"]) == 8
     options["context_parallel_size"] = 4
     second.write_text(yaml.safe_dump(override))
     assert static_size([str(first), str(second)]) == 4

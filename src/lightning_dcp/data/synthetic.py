@@ -132,6 +132,14 @@ class SyntheticDataModule(GlobalBatchDataModule):
         self._rollouts = rollouts
         self.num_clipped = 0
 
+    @property
+    def longest_sample(self) -> int:
+        """The most tokens that a sample can have; known before ``setup``."""
+        longest = self._lengths.longest
+        if self._length_file is not None:
+            longest = int(read_length_file(self._length_file).lengths[-1])
+        return longest if self.max_length is None else min(self.max_length, longest)
+
     @override
     def setup(self, stage: str | None = None) -> None:
         # Lightning sets up once for each stage: the lengths are the same, but would count twice.

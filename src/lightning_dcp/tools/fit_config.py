@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
 
 from lightning_dcp.config.model import ModelConfig
 from lightning_dcp.config.moe import MoEConfig
+from lightning_dcp.tools.option_errors import no_option
 
 
 class FitConfig:
@@ -19,6 +23,7 @@ class FitConfig:
         model: Sizes of the model.
         strategy: Options of the DynamicCPStrategy that are in the file.
         max_length: Tokens of the data's longest sequence, where the file gives it.
+        tokenizer: That of the data, where the file gives one.
 
     Raises:
         ValueError: There is no model in it.
@@ -30,11 +35,27 @@ class FitConfig:
         if not model:
             raise ValueError("there is no model.init_args.model, the sizes of a DynamicCPModule")
         if model.get("moe"):
-            model = {**model, "moe": MoEConfig(**model["moe"])}
-        self.model = ModelConfig(**model)
+            model["moe"] = _made(MoEConfig, "model.model.moe", model["moe"])
+        self.model = _made(ModelConfig, "model.model", model)
         self.strategy = _section(content, "trainer", "strategy", "init_args")
         self._trainer = _section(content, "trainer")
-        self.max_length = _section(content, "data", "init_args").get("max_length")
+        data = _section(content, "data", "init_args")
+        self.max_length, self.tokenizer = data.get("max_length"), data.get("tokenizer")
+
+    @classmethod
+    def read(cls, files: Sequence[str], options: Sequence[str] = ()) -> FitConfig:
+        """Reads what ``fit --config file ... options`` would: later ones override earlier ones."""
+        content: dict[str, Any] = {}
+        for file in files:
+            loaded = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8")) or {}
+            if not isinstance(loaded, dict):
+                raise ValueError(f"{file} holds a {type(loaded).__name__}, no mapping")
+            content = _merged(content, loaded)
+        for option, after in zip(options, [*options[1:], ""], strict=False):
+            if option.startswith("--"):
+                name, _, value = option[2:].partition("=")
+                content = _merged(content, _nested(name.split("."), yaml.safe_load(value or after)))
+        return cls(content)
 
     @property
     def world_size(self) -> int | None:
@@ -81,3 +102,36 @@ def _section(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
     return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _made[T](cls: type[T], option: str, values: Mapping[str, Any]) -> T:
+    known = {f"{option}.{name}" for name in get_type_hints(cls)}
+    for name in values:
+        if f"{option}.{name}" not in known:
+            raise ValueError(no_option(f"{option}.{name}", known))
+    return cls(**values)
+
+
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two configs as fit merges them: mappings key by key, the second one's values otherwise."""
+    both = {
+        key: _merged(first[key], value)
+        for key, value in second.items()
+        if isinstance(value, dict) and isinstance(first.get(key), dict)
+    }
+    return first | second | both
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    """An option as a config: on a command line ``init_args`` of a class can be left out."""
+    for section in (["model"], ["data"], ["trainer", "strategy"]):
+        inner = keys[len(section) :]
+        if (
+            keys[: len(section)] == section
+            and inner
+            and inner[0] not in ("class_path", "init_args")
+        ):
+            keys = [*section, "init_args", *inner]
+    for key in reversed(keys):
+        value = {key: value}
+    return dict(value)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, override
 
 import lightning.pytorch as pl
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
 
 import lightning_dcp
+from lightning_dcp._registration import START_METHODS
 from lightning_dcp.module import DynamicCPModule
 from lightning_dcp.tools.mistakes import PATIENCE, shared_with_other_processes, told_once
+from lightning_dcp.tools.option_errors import short_errors
 
+_STRATEGY = "lightning_dcp.DynamicCPStrategy"
 # Written for the developers of Megatron-Core and of Lightning, whose calls they are about.
 _NOTICES = (
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
@@ -26,6 +33,32 @@ _NOTICES = (
 
 class DynamicCPCLI(LightningCLI):
     """LightningCLI with a DynamicCPModule (or a subclass) and any DataModule."""
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        given = _strategy_by_class(sys.argv[1:] if args is None else args)
+        command = next((arg for arg in given if arg in self.subcommands()), None)
+        # The options are those of the command's own parser.
+        known = parser if command is None else self._subcommand_parsers[command]
+        with short_errors(known):
+            self.config = parser.parse_args(given)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        trainer = self._get(self.config, "trainer")
+        name = trainer.strategy
+        # jsonargparse takes a class without options for a name, and Lightning knows no such name.
+        if name == "DynamicCPStrategy" or (isinstance(name, str) and "." in name):
+            trainer.strategy = Namespace(class_path=name if "." in name else _STRATEGY)
+        path = self._get(self.config, "ckpt_path") or "last"
+        # The others are words or addresses of Lightning's.
+        if "." in path and "://" not in path and not os.path.exists(path):
+            raise FileNotFoundError(f"--ckpt_path {path}: there is no such file")
+
+    @override
+    def instantiate_classes(self) -> None:
+        with short_errors(self.parser):
+            super().instantiate_classes()
 
     def predict(self, return_predictions: bool | None = None, **options: Any) -> None:
         """Runs ``predict`` and keeps nothing: a PredictionWriter stores it batch by batch."""
@@ -78,6 +111,22 @@ def run_lightning(args: Sequence[str] | None) -> None:
     DynamicCPCLI(**cli_options(), args=None if args is None else list(args))
 
 
+def _strategy_by_class(args: Sequence[str]) -> list[str]:
+    """The command line with ``dynamic_cp`` as the class that it names, if options follow for it."""
+    option, given = "--trainer.strategy", list[str]()
+    if not any(arg.startswith(f"{option}.") for arg in args):
+        return list(args)
+    for before, arg in pairwise(["", *args]):
+        name = arg.removeprefix(f"{option}=")
+        if name in START_METHODS and (before == option or arg != name):
+            given.append(arg.removesuffix(name) + _STRATEGY)
+            given.append(f"{option}.max_seqlen_per_dp_cp_rank=auto")
+            given.append(f"{option}.start_method={START_METHODS[name]}")
+        else:
+            given.append(arg)
+    return given
+
+
 def cli_options() -> dict[str, Any]:
     """What the command gives LightningCLI."""
     return {
@@ -90,5 +139,9 @@ def cli_options() -> dict[str, Any]:
         "auto_configure_optimizers": False,
         # Else a second run into the same folder fails on the first one's config.yaml.
         "save_config_kwargs": {"overwrite": True},
-        "parser_kwargs": {"description": "Dynamic context parallelism for PyTorch Lightning."},
+        "parser_kwargs": {
+            "description": "Dynamic context parallelism for PyTorch Lightning.",
+            "exit_on_error": False,
+            "allow_abbrev": False,
+        },
     }

@@ -20,9 +20,9 @@ PRESETS = {"8b": LLAMA_8B, "30b-a3b": QWEN3_30B_A3B}
 class ModelOptions:
     """The model: one of the two options."""
 
-    model: str | None = None
+    model: str | list[str] | None = None
     """8b (Llama 3.1), 30b-a3b (Qwen3), a Hugging Face config.json or its folder, or a YAML file
-    that `lightning-dcp fit --config` takes."""
+    that `lightning-dcp fit --config` takes; the later of several overrides."""
     model_config: ModelConfig | None = None
     """Sizes of the model, e.g. --model_config.num_layers 4; --model_config.help lists them."""
 
@@ -64,26 +64,24 @@ class ModelOptions:
         return found.model if isinstance(found, FitConfig) else found
 
 
-def _read(model: str) -> ModelSizes | FitConfig:
-    if model in PRESETS:
+def _read(model: str | list[str]) -> ModelSizes | FitConfig:
+    if isinstance(model, str) and model in PRESETS:
         return PRESETS[model]
-    path = Path(model).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"model={model!r} is none of {', '.join(PRESETS)}, and there is no file {str(path)!r}"
-        )
-    is_json = path.suffix == ".json"
+    paths = [Path(one).expanduser() for one in ([model] if isinstance(model, str) else model)]
+    if len(paths) == 1 and paths[0].is_dir():
+        paths = [paths[0] / "config.json"]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(
+                f"model={model!r} is none of {', '.join(PRESETS)}, and there is no file "
+                f"{str(path)!r}"
+            )
     try:
-        # JSON is YAML, but for tabs, which its own reader takes.
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if is_json else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"model={model!r}: {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"model={model!r}: {path} holds a {type(content).__name__}, no mapping")
-    try:
-        return ModelSizes.from_hf_config(content) if is_json else FitConfig(content)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"model={model!r}: {path}: {error}") from error
+        if [path.suffix for path in paths] != [".json"]:
+            return FitConfig.read([str(path) for path in paths])
+        content = json.loads(paths[0].read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, no mapping")
+        return ModelSizes.from_hf_config(content)
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"model={model!r}: {paths[-1]}: {error}") from error

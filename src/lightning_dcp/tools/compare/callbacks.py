@@ -47,10 +47,13 @@ class StepTimes(Callback):
         if not isinstance(pl_module, DynamicCPModule) or pl_module.last_step is None:
             return
         step = pl_module.last_step
+        report = step.plan.report
+        assert report is not None  # The planner's own: it prices what it plans.
         self._records.append(
             {
                 "step": trainer.global_step,
                 "seconds": self._end - before,
+                "predicted_seconds": report.predicted_seconds,
                 "tokens": int(step.num_tokens),
                 "sequence_tokens": step.plan.num_tokens,
                 "loss": float(step.loss),

@@ -6,6 +6,7 @@ import dataclasses
 import json as json_module
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from lightning_dcp.config.checks import check_at_least
 from lightning_dcp.config.files import whole_file
@@ -25,6 +25,8 @@ from lightning_dcp.tools.compare.comparison import (
     describe,
 )
 from lightning_dcp.tools.fit_config import FitConfig
+from lightning_dcp.tools.option_errors import short_errors
+from lightning_dcp.tools.options import new_parser
 from lightning_dcp.tools.plots import check_plot
 
 Mode = Literal["static", "dynamic"]
@@ -33,14 +35,27 @@ _DESCRIPTION = (
     "Compares static and dynamic context parallelism on one config: runs of both kinds in turn on "
     "the same ranks, from one checkpoint, on the same samples; one option differs."
 )
+_OF_FIT = ("--trainer", "--model", "--data", "--seed_everything")
+# What compare gives each run.
+_SET_HERE = (
+    "trainer.max_steps", "trainer.max_epochs", "trainer.limit_val_batches", "trainer.logger",
+    "trainer.default_root_dir", "trainer.strategy.dynamic_context_parallel",
+)  # fmt: skip
 
 
 def main(args: Sequence[str]) -> None:
     """Runs the command with the command line after its name."""
-    parser = ArgumentParser(prog="lightning-dcp compare", description=_DESCRIPTION)
-    parser.add_function_arguments(compare)
+    own, config, overrides = _split(args)
+    parser = new_parser("compare", _DESCRIPTION)
+    # For --help: `_split` has taken them out.
+    parser.add_argument("--config", help="A config of fit; the later of several overrides.")
+    parser.add_argument("--trainer", help="As of fit, like --model and --data: --trainer.devices 2")
+    parser.add_function_arguments(compare, skip={"config", "overrides"})
+    with short_errors(parser):
+        given = parser.parse_args(own).as_dict()
+    del given["config"], given["trainer"]
     try:
-        compare(**parser.parse_args(list(args)).as_dict())
+        compare(config, overrides=overrides, **given)
     # A failed run: told_once would take it for a fault of ours and show a traceback.
     except RuntimeError as error:
         sys.exit(f"lightning-dcp compare: {error}")
@@ -55,6 +70,7 @@ def compare(
     ckpt_path: str | None = None,
     json: str | None = None,
     plot: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> Comparison:
     """Compares static and dynamic context parallelism on one config.
 
@@ -75,6 +91,7 @@ def compare(
             initial weights after one step.
         json: Write the comparison and every measured step to this file.
         plot: Draw step times and CP sizes into this PNG file; needs the extra ``plot``.
+        overrides: Options of ``fit``, which override the config files.
 
     Returns:
         The comparison, which is also printed.
@@ -84,10 +101,10 @@ def compare(
         RuntimeError: A run failed; the message ends with what it printed.
     """
     config = [config] if isinstance(config, str) else config
-    _check(config, steps, warmup_steps, rounds)
+    _check(config, overrides, steps, warmup_steps, rounds)
     check_plot("plot", plot)
     with tempfile.TemporaryDirectory(prefix="lightning-dcp-compare-") as folder:
-        runner = _Runner(config, Path(folder), context_parallel_size)
+        runner = _Runner(config, overrides, Path(folder), context_parallel_size)
         start = ckpt_path or runner.make_checkpoint()
         runs: dict[Mode, list[list[TimedStep]]] = {"static": [], "dynamic": []}
         for number in range(rounds):
@@ -107,12 +124,38 @@ def compare(
     return comparison
 
 
-def _check(config: list[str], steps: int, warmup_steps: int, rounds: int) -> None:
+def _split(args: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The options of compare, the configs of fit, and its other options."""
+    own: list[str] = []
+    config: list[str] = []
+    overrides: list[str] = []
+    target = own
+    for arg in args:
+        name, _, value = arg.partition("=")
+        if name in ("-c", "--config"):
+            target = config
+        elif arg.startswith("--"):
+            target = overrides if re.split(r"[.+=]", arg)[0] in _OF_FIT else own
+        if target is not config:
+            target.append(arg)
+        elif (files := value if name in ("-c", "--config") else arg) != "":
+            listed = yaml.safe_load(files)
+            config += listed if isinstance(listed, list) else [files]
+    return own, config, overrides
+
+
+def _check(
+    config: list[str], overrides: Sequence[str], steps: int, warmup_steps: int, rounds: int
+) -> None:
     if not config:
         raise ValueError("compare needs --config FILE, as lightning-dcp fit takes it.")
     for path in config:
         if not Path(path).is_file():
             raise ValueError(f"--config {path}: there is no such file.")
+    for override in overrides:
+        name = override.partition("=")[0].replace(".init_args", "").removeprefix("--")
+        if name in _SET_HERE:
+            raise ValueError(f"compare sets {name} itself: leave --{name} out (--steps, --rounds).")
     check_at_least("steps", steps)
     check_at_least("rounds", rounds)
     check_at_least("warmup_steps", warmup_steps, 0)
@@ -121,10 +164,16 @@ def _check(config: list[str], steps: int, warmup_steps: int, rounds: int) -> Non
 class _Runner:
     """Trains in processes of its own, with the config and a few overrides."""
 
-    def __init__(self, config: list[str], folder: Path, context_parallel_size: int | None) -> None:
-        self._config = [f"--config={path}" for path in config]
+    def __init__(
+        self,
+        config: list[str],
+        overrides: Sequence[str],
+        folder: Path,
+        context_parallel_size: int | None,
+    ) -> None:
+        self._config = [*(f"--config={path}" for path in config), *overrides]
         self._folder = folder
-        self._static_size = context_parallel_size or static_size(config)
+        self._static_size = context_parallel_size or static_size(config, overrides)
 
     def make_checkpoint(self) -> str:
         """One step from the initial weights, so that both kinds resume alike."""
@@ -177,40 +226,31 @@ class _Runner:
         ]  # fmt: skip
         done = subprocess.run(command, text=True, capture_output=True, env=dict(os.environ))
         if done.returncode:
+            # A mistake in the options, which fit has told in a line or two.
+            _, told, mistake = done.stderr.partition("lightning-dcp fit: error: ")
+            if told:
+                raise ValueError(mistake.removesuffix("(--traceback shows where)\n").strip())
             tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
             raise RuntimeError(f"`{' '.join(command[1:])}` failed:\n{tail}")
 
 
-def static_size(config: list[str]) -> int:
+def static_size(config: list[str], overrides: Sequence[str] = ()) -> int:
     """CP size of the static runs: the config's, or the whole pool.
 
     Raises:
         ValueError: The pool cannot be told from the config.
     """
-    content: dict[str, Any] = {}
-    for path in config:
-        content = _merged(content, yaml.safe_load(Path(path).read_text()) or {})
-    fit = FitConfig(content)
+    fit = FitConfig.read(config, overrides)
     size = int(fit.strategy.get("context_parallel_size") or 1)
     if size > 1:
         return size
     if fit.world_size is None:
         raise ValueError(
             "The static runs need a CP size: give --context_parallel_size, or a number of "
-            f"trainer.devices in the config, found {content.get('trainer', {}).get('devices')!r}."
+            "trainer.devices."
         )
     split = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     return fit.world_size // math.prod(int(fit.strategy.get(name) or 1) for name in split)
-
-
-def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two configs as fit merges them: mappings key by key, the second one's values otherwise."""
-    both = {
-        key: _merged(first[key], value)
-        for key, value in second.items()
-        if isinstance(value, dict) and isinstance(first.get(key), dict)
-    }
-    return first | second | both
 
 
 def _write_json(path: str, comparison: Comparison, runs: dict[Mode, list[list[TimedStep]]]) -> None:

@@ -16,6 +16,7 @@ class TimedStep:
     Attributes:
         step: Optimizer steps so far, this one included.
         seconds: Wall-clock time, data and logging included, the device synchronised.
+        predicted_seconds: Forward and backward passes, as ``plan`` predicts them.
         tokens: Target tokens of the global batch.
         sequence_tokens: Tokens of the global batch's sequences, without padding.
         loss: Mean loss of the target tokens.
@@ -24,6 +25,7 @@ class TimedStep:
 
     step: int
     seconds: float
+    predicted_seconds: float
     tokens: int
     sequence_tokens: int
     loss: float
@@ -49,6 +51,7 @@ class Comparison:
         dynamic_tokens: The same of a dynamic run.
         ratio: Static time over dynamic time, all measured steps together; None where the two
             processed different tokens. Above 1 means that dynamic is faster.
+        predicted_ratio: The same of the times that ``plan`` predicts.
         ratio_quartiles: First and third quartile of the ratio, step by step; None likewise.
         mean_loss_difference: Mean relative difference of the two losses of a step.
         max_loss_difference: The largest.
@@ -62,6 +65,7 @@ class Comparison:
     static_tokens: int
     dynamic_tokens: int
     ratio: float | None
+    predicted_ratio: float | None
     ratio_quartiles: tuple[float, float] | None
     mean_loss_difference: float
     max_loss_difference: float
@@ -125,6 +129,7 @@ def compare_steps(static: Runs, dynamic: Runs) -> Comparison:
         dynamic_tokens=sum(_tokens(dynamic[0])),
         # Of sums: in a mean of ratios short steps would count as much as long ones.
         ratio=sum(a for a, _ in pairs) / sum(b for _, b in pairs) if same else None,
+        predicted_ratio=_predicted(static[0]) / _predicted(dynamic[0]) if same else None,
         ratio_quartiles=_quartiles([a / b for a, b in pairs]) if same else None,
         mean_loss_difference=mean(differences),
         max_loss_difference=max(differences),
@@ -151,7 +156,7 @@ def describe(comparison: Comparison) -> str:
         low, high = c.ratio_quartiles
         lines.append(
             f"dynamic is {c.ratio:.3f} times as fast as static (quartiles of the steps "
-            f"{low:.3f} to {high:.3f})"
+            f"{low:.3f} to {high:.3f}); plan predicts {c.predicted_ratio:.3f}"
         )
     lines.append(
         f"losses of the same step differ by {c.mean_loss_difference:.2e} on average, "
@@ -162,6 +167,10 @@ def describe(comparison: Comparison) -> str:
 
 def _line(name: str, seconds: float, tokens_per_second: float, tokens: int) -> str:
     return f"{name:9}{seconds:>15.3f}{tokens_per_second:>15,.0f}{tokens:>15,}"
+
+
+def _predicted(run: Sequence[TimedStep]) -> float:
+    return sum(step.predicted_seconds for step in run)
 
 
 def _tokens(run: Sequence[TimedStep]) -> list[int]:

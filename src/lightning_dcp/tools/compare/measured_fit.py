@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 
 from lightning_dcp.tools.lightning_cli import DynamicCPCLI, cli_options
+from lightning_dcp.tools.mistakes import told_once
 
 # They would save, stop or report during the steps that are timed, or ask for a logger.
 _LEFT_OUT = (
@@ -46,7 +47,8 @@ class MeasuredCLI(DynamicCPCLI):
 def main() -> None:
     """Runs it with the command line of the process."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    MeasuredCLI(**cli_options())
+    with told_once("fit"):
+        MeasuredCLI(**cli_options())
 
 
 if __name__ == "__main__":

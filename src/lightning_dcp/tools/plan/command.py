@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -26,6 +26,8 @@ _DESCRIPTION = (
     "Predicts what static and dynamic context parallelism would make of global batches of your "
     "lengths on a pool of ranks. Runs on any machine: nothing is trained."
 )
+# Bytes and an end of document, padded to what hardware likes.
+_BYTE_VOCABULARY = 512
 # A progress bar from so many samples on.
 _MANY = 4096
 _PICTURED = ("static", "balanced")
@@ -62,6 +64,9 @@ def main(args: Sequence[str]) -> None:
         classes=(RunOptions, LengthOptions, OutputOptions),
     )
     run = PredictedRun.read(options)
+    config = options.fit_config()
+    if lengths.tokenizer is None and config is not None:
+        lengths = replace(lengths, tokenizer=config.tokenizer)
     run.check_memory()
     sizes = run.sizes
     longest = longest_that_fits(
@@ -69,7 +74,7 @@ def main(args: Sequence[str]) -> None:
     )
     batches = read_batches(lengths, longest=longest)
     results = compare_planners(run, batches)
-    print(_report(run, batches, results))
+    print(_report(run, batches, results, _notes(run, lengths)))
     suggestion = None
     if output.suggest:
         suggestion = suggest(run, batches, output.suggest_tp_sizes)
@@ -107,7 +112,21 @@ def compare_planners(run: PredictedRun, batches: Batches) -> list[PlannerResult]
     return results
 
 
-def _report(run: PredictedRun, batches: Batches, results: Sequence[PlannerResult]) -> str:
+def _notes(run: PredictedRun, lengths: LengthOptions) -> list[str]:
+    of_bytes = lengths.data is not None and lengths.tokenizer is None
+    if not of_bytes or run.model.vocab_size <= _BYTE_VOCABULARY:
+        return run.notes()
+    note = (
+        f"the lengths of data are bytes, and the model has a vocabulary of {run.model.vocab_size:,}"
+        ": give its --tokenizer. A text has some four bytes a token, so that these figures are of "
+        "another workload"
+    )
+    return [note, *run.notes()]
+
+
+def _report(
+    run: PredictedRun, batches: Batches, results: Sequence[PlannerResult], notes: Sequence[str]
+) -> str:
     lengths, padding, settings = batches.lengths, run.padding, results[0].settings
     planned = (
         f"planned: {len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, mean "
@@ -128,8 +147,8 @@ def _report(run: PredictedRun, batches: Batches, results: Sequence[PlannerResult
         f"memory: {run.state_bytes(settings) / GIB:.1f} GiB a device for weights, gradients and "
         f"optimizer states, of {run.memory_bytes / GIB:.1f}"
     )
-    notes = [f"note: {note}" for note in run.notes()]
-    head = [f"lengths: {batches.counts}", planned, pool, f"model: {run.describe()}", memory, *notes]
+    head = [f"lengths: {batches.counts}", planned, pool, f"model: {run.describe()}", memory]
+    head += [f"note: {note}" for note in notes]
     return "\n".join([*head, "", table(results), "", LEGEND])
 
 

@@ -21,6 +21,10 @@ _NUM_BATCHES = 4
 _NUM_CAPS = 6
 # Gains below this are not worth more memory, or a dynamic run.
 _WORTHWHILE = 1.02
+# Likewise for more tensor parallelism, whose communication has no price in the cost model.
+_WORTH_TENSOR_PARALLEL = 1.1
+# Share of a device's memory above which a prediction leaves too little room to rely on.
+_FULL = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +153,7 @@ def suggest(
             result.add(batches[index])
         used = run.state_bytes(settings) + result.peak_activation_bytes
         candidates.append(Candidate(result=result, bytes_per_device=used))
-    return _recommend(run, candidates)
+    return recommend(run, candidates)
 
 
 def _divides(run: PredictedRun, tp_size: int) -> bool:
@@ -184,42 +188,43 @@ def _caps(run: PredictedRun, batches: Batches, settings: PlanSettings) -> list[i
     return sorted({*caps, *(cap for cap in (run.cap, least) if least <= cap <= most)})
 
 
-def _recommend(run: PredictedRun, candidates: Sequence[Candidate]) -> Suggestion:
-    dynamic, static = _frugal(candidates, static=False), _frugal(candidates, static=True)
-    memory = run.memory_bytes / GIB
-    if dynamic.rate >= _WORTHWHILE * static.rate:
-        best = dynamic
-        why = (
-            f"It is predicted to run {dynamic.rate:,.0f} tokens/s, {dynamic.rate / static.rate:.2f}"
-            f" times the best static split ({static.describe()})"
-        )
-    else:
-        best = static
-        why = (
-            f"It is predicted to run {static.rate:,.0f} tokens/s, and dynamic groups would gain "
-            f"less than {_WORTHWHILE - 1:.0%} for these lengths"
-        )
-    reason = (
-        f"{why}; it takes {best.bytes_per_device / GIB:.1f} of {memory:.1f} GiB a device, and none "
-        f"of the others is {_WORTHWHILE - 1:.0%} faster."
+def recommend(run: PredictedRun, candidates: Sequence[Candidate]) -> Suggestion:
+    """The least tensor parallelism, memory and change with which a run is about as fast."""
+    by_tp = {
+        size: [c for c in candidates if c.settings.tp_size == size]
+        for size in sorted({c.settings.tp_size for c in candidates})
+    }
+    rates = {size: _fastest(same).rate for size, same in by_tp.items()}
+    tp_size = next(
+        size for size in rates if rates[size] * _WORTH_TENSOR_PARALLEL > max(rates.values())
     )
-    if len({c.settings.tp_size for c in candidates}) > 1:
-        reason += " Tensor parallelism's own communication is not in these figures."
+    same, fastest = by_tp[tp_size], rates[tp_size]
+    memory = run.memory_bytes
+    # Of those about as fast: with room in the memory, then static, then the most room.
+    best = min(
+        (c for c in same if c.rate * _WORTHWHILE > fastest),
+        key=lambda c: (c.bytes_per_device > _FULL * memory, not c.is_static, c.bytes_per_device),
+    )
+    if best.is_static:
+        why = f"dynamic groups would gain less than {_WORTHWHILE - 1:.0%} for these lengths"
+    else:
+        static = _fastest(same, static=True)
+        why = f"{best.rate / static.rate:.2f} times the best static split ({static.describe()})"
+    reason = (
+        f"It is predicted to run {best.rate:,.0f} tokens/s; {why}. It takes "
+        f"{best.bytes_per_device / GIB:.1f} of {memory / GIB:.1f} GiB a device, and none of the "
+        f"others with tp_size {tp_size} is {_WORTHWHILE - 1:.0%} faster."
+    )
+    for size in sorted(rates.keys() - {tp_size}):
+        reason += f" tp_size {size}: {rates[size] / fastest - 1:+.1%} at best."
+    if max(rates) > 1:
+        reason += " Tensor parallelism's own communication has no price in these figures."
     return Suggestion(best=best, reason=reason, candidates=tuple(candidates))
 
 
-def _fastest(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
-    return max((c for c in candidates if c.is_static == static), key=lambda c: c.rate)
-
-
-def _frugal(candidates: Sequence[Candidate], *, static: bool) -> Candidate:
-    """Of those about as fast as the fastest, the one with the least tensor parallelism and memory.
-
-    Tensor parallelism comes first since its communication has no price in the cost model.
-    """
-    fastest = _fastest(candidates, static=static).rate
-    near = [c for c in candidates if c.is_static == static and c.rate * _WORTHWHILE > fastest]
-    return min(near, key=lambda c: (c.settings.tp_size, c.bytes_per_device, -c.rate))
+def _fastest(candidates: Sequence[Candidate], *, static: bool | None = None) -> Candidate:
+    chosen = (c for c in candidates if static is None or c.is_static == static)
+    return max(chosen, key=lambda c: c.rate)
 
 
 def _nothing_fits(run: PredictedRun, batches: Batches, tp_sizes: Sequence[int]) -> str:
