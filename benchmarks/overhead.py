@@ -5,6 +5,9 @@ model on the same batch with nothing but the engine and the optimizer. A Lightni
 from handing a batch out to being asked for the next: all that the Trainer, the strategy, the
 module, the logger and the callbacks do. Bare and Lightning steps thus alternate one by one, on the
 same processes, groups, batches and plans; their losses are compared, so that both do the same work.
+
+The last column is what the ranks' comparison of their batches costs: the time of the checksums of
+one batch over that of the bare step that trains it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from lightning_dcp import (
 )
 from lightning_dcp.data.lengths import LengthDistribution
 from lightning_dcp.engine import DynamicCPEngine
+from lightning_dcp.engine.agreement import checksums
+from lightning_dcp.packing import read_global_batch
 
 CLIP = 1.0
 LENGTHS = LengthDistribution(kind="long_tail", low=64, high=1024)
@@ -97,7 +102,7 @@ class AlternatingBatches:
     def __init__(self, options: Options, module: DynamicCPModule) -> None:
         self.options = options
         self.module = module
-        self.bare, self.lightning = Clock(), Clock()
+        self.bare, self.lightning, self.checksums = Clock(), Clock(), Clock()
         self.losses: list[tuple[float, float]] = []
 
     def __len__(self) -> int:
@@ -110,6 +115,10 @@ class AlternatingBatches:
         loop = BareLoop(self.options.model, strategy.context, clip_grad=CLIP)
         engine = DynamicCPEngine(strategy.context, strategy.engine.settings)
         for batch in self.options.batches(len(self)):
+            read = read_global_batch(batch)
+            self.checksums.start()
+            checksums(read)
+            self.checksums.stop()
             self.bare.start()
             _, result = loop.step(engine, batch)
             self.bare.stop()
@@ -148,7 +157,11 @@ def work(options: Options) -> dict[str, list[float]]:
         )
     return {
         f"{name} {kind}": getattr(clock, kind)[options.warmup : options.warmup + options.steps]
-        for name, clock in (("bare", batches.bare), ("lightning", batches.lightning))
+        for name, clock in (
+            ("bare", batches.bare),
+            ("lightning", batches.lightning),
+            ("checksums", batches.checksums),
+        )
         for kind in ("wall", "cpu")
     }
 
@@ -164,10 +177,14 @@ def report(num_processes: int, seconds: dict[str, list[float]]) -> str:
         ]
         for kind in ("wall", "cpu")
     }
+    share = median(
+        checked / bare
+        for checked, bare in zip(seconds["checksums wall"], seconds["bare wall"], strict=True)
+    )
     return (
         f"{num_processes:>9} {median(seconds['bare wall']):>11.2f} "
         f"{median(seconds['lightning wall']):>12.2f}   {spread(ratios['wall'])}   "
-        f"{spread(ratios['cpu'])}"
+        f"{spread(ratios['cpu'])}   {share:.5%}"
     )
 
 
@@ -188,7 +205,10 @@ def main() -> None:
     processes = given.pop("processes")
     options = Options(**given)
     print("ratio Lightning / bare of paired steps: median (quartiles), of rank 0")
-    print("processes  bare step s  Lightning s   of wall-clock time       of CPU time")
+    print(
+        "processes  bare step s  Lightning s   of wall-clock time       of CPU time             "
+        "checksums"
+    )
     for num_processes in processes:
         print(report(num_processes, run_on(num_processes, work, options)), flush=True)
 

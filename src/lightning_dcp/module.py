@@ -180,6 +180,10 @@ class DynamicCPModule(LightningModule):
     @lr.setter
     def lr(self, value: float) -> None:
         self.optimizer_settings = replace(self.optimizer_settings, lr=value)
+        # Schedulers of a run multiply the rate that they were made with.
+        for config in [] if self._trainer is None else self._trainer.lr_scheduler_configs:
+            if hasattr(config.scheduler, "base_lrs"):
+                config.scheduler.base_lrs = [value for _ in config.scheduler.base_lrs]
 
     @property
     def vocab_size(self) -> int | None:

@@ -311,7 +311,10 @@ def test_a_cap_far_above_what_int64_holds_means_no_cap() -> None:
             {"pad_to_length_bucket": 12, "lengths": [49]},
             "at most 48 tokens fit .* and pad_to_length_bucket=12; raise",
         ),
-        ({"pad_to_length": 12, "lengths": [49]}, "at most 48 tokens .* and pad_to_length=12"),
+        (
+            {"pad_to_length": 12, "lengths": [49]},
+            "at most 48 tokens .* of pad_to_length=12 rows .* raise pad_to_length,",
+        ),
     ],
 )
 def test_padding_that_cannot_work(planner: str, options: dict, message: str) -> None:

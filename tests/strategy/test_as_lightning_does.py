@@ -7,7 +7,6 @@ order. That of the strategy on two processes has to be that of a small plain mod
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import os
 import tempfile
@@ -70,14 +69,22 @@ def recording(base: type, owner: str, names: list[str]) -> type:
     def noting(name: str) -> Any:
         method = getattr(base, name)
 
-        @functools.wraps(method)
+        # Not `functools.wraps`: Lightning looks through it, and finds nothing overridden.
         def note(self: Any, *args: Any, **kwargs: Any) -> Any:
             self.events.append(f"{owner}.{name}")
             return method(self, *args, **kwargs)
 
+        note.__signature__ = inspect.signature(method)
         return note
 
     return type(f"Recording{base.__name__}", (base,), {name: noting(name) for name in names})
+
+
+class WithState(Callback):
+    """Lightning loads the states of callbacks that have one."""
+
+    def state_dict(self):
+        return {"kept": 1}
 
 
 class Plain(LightningModule):
@@ -101,6 +108,9 @@ class Plain(LightningModule):
     def predict_step(self, batch, batch_idx):
         return 1
 
+    def configure_model(self):
+        """Lightning calls it of modules that have one."""
+
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -112,7 +122,7 @@ def run(ours: bool, do: str, options: dict[str, Any], folder: str) -> tuple[list
     events: list[str] = []
     module_class = recording(DynamicCPModule if ours else Plain, "module", MODULE_HOOKS)
     module = build(module_class) if ours else module_class()
-    callback = recording(Callback, "callback", CALLBACK_HOOKS)()
+    callback = recording(WithState, "callback", CALLBACK_HOOKS)()
     made = trainers.batches(4, 3)
     data = recording(trainers.Batches, "data", DATA_HOOKS)(made.train, made.val)
     for each in (module, callback, data):
@@ -186,6 +196,17 @@ ARGUMENTS: dict[str, list[dict[str, Any]]] = {
     "limit_predict_batches": [{"limit_predict_batches": 2}],
 }
 DOES = {"limit_test_batches": "test", "limit_predict_batches": "predict"}
+
+
+class OwnBar(ProgressBar):
+    """The base class leaves these two to its subclasses."""
+
+    def disable(self):
+        pass
+
+    enable = disable
+
+
 CALLBACKS: dict[str, Any] = {
     "Timer": lambda: Timer(duration={"hours": 1}),
     "EarlyStopping": lambda: EarlyStopping("train_loss", check_on_train_epoch_end=True),
@@ -197,16 +218,16 @@ CALLBACKS: dict[str, Any] = {
     "RichModelSummary": RichModelSummary,
     "RichProgressBar": RichProgressBar,
     "TQDMProgressBar": TQDMProgressBar,
-    "ProgressBar": ProgressBar,
+    "ProgressBar": OwnBar,
     "DeviceStatsMonitor": lambda: DeviceStatsMonitor(cpu_stats=False),
-    "OnExceptionCheckpoint": lambda: OnExceptionCheckpoint(tempfile.mkdtemp()),
+    "OnExceptionCheckpoint": lambda: OnExceptionCheckpoint(tempfile.gettempdir(), "unused"),
     "BasePredictionWriter": lambda: BasePredictionWriter("epoch"),
 }
 
 
 def with_callback(name: str) -> dict[str, Any]:
     shown = {"enable_progress_bar": "ProgressBar" in name}
-    kept = {"enable_checkpointing": name in ("ModelCheckpoint", "Checkpoint")}
+    kept = {"enable_checkpointing": "Checkpoint" in name}
     summed = {"enable_model_summary": "ModelSummary" in name}
     return {"callbacks": lambda: [CALLBACKS[name]()], "logger": True, **shown, **kept, **summed}
 
@@ -254,6 +275,19 @@ def calls(ours: bool, folder: str) -> dict[str, list[Any]]:
     return found
 
 
+# A checkpoint is loaded later than in plain Lightning, into shards that there must be; data is
+# prepared by the first process of a machine alone.
+ELSEWHERE = (".on_load_checkpoint", ".load_state_dict", ".prepare_data")
+
+
+def in_order(one: Any) -> Any:
+    """Without what is called at another time or place; a traceback as it is."""
+    if isinstance(one, str):
+        return one
+    events, *counts = one
+    return ([event for event in events if not event.endswith(ELSEWHERE)], *counts)
+
+
 @pytest.fixture(scope="module")
 def differences() -> tuple[dict[str, list[str]], set[str]]:
     """By case what differs from plain Lightning; and which hooks were called."""
@@ -264,6 +298,7 @@ def differences() -> tuple[dict[str, list[str]], set[str]]:
     for ours in of_ranks:
         for name, runs in plain.items():
             for wanted, got in zip(runs, ours[name], strict=True):
+                wanted, got = in_order(wanted), in_order(got)
                 if wanted == got and not isinstance(got, str):
                     continue
                 texts = [

@@ -100,7 +100,9 @@ def find_rate(folder):
     finder = LearningRateFinder(
         min_lr=1e-5, max_lr=1e-2, num_training_steps=30, early_stop_threshold=None
     )
-    trainer = trainers.trainer(96, callbacks=[finder, watch], default_root_dir=folder, max_epochs=1)
+    trainer = trainers.trainer(
+        96, callbacks=[finder, watch], default_root_dir=folder, max_epochs=-1, max_steps=4
+    )
     trainer.fit(module, trainers.batches(4))
     # Lightning leaves weights, optimizer and steps as it found them.
     before = Watch()
