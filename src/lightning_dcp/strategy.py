@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_dcp.config.model import check_mtp_recompute
 from lightning_dcp.config.padding import PackPadding, check_cap, resolve_cap
-from lightning_dcp.data.resume import restore_loaders
+from lightning_dcp.data.loaders import keep_batch_samplers, restore_loaders
 from lightning_dcp.engine import (
     WHOLE,
     DynamicCPEngine,
@@ -306,6 +306,7 @@ class DynamicCPStrategy(DDPStrategy):
         module = self._module
         # Again: hooks have run since, and Lightning has found the DataModule.
         refuse(trainer=trainer, module=module)
+        keep_batch_samplers(trainer)
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
