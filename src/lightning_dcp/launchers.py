@@ -184,7 +184,9 @@ class ForkLauncher(ResultsLauncher):
         self, trainer: Trainer, function: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
         strategy: Any = trainer.strategy
-        watch = FaultWatch(parent=os.getppid())
+        # torch tells of the process that it sees end first, and ends the others then: that is to be
+        # the one at fault, which has a traceback, also where a busy machine keeps it.
+        watch = FaultWatch(parent=os.getppid(), patience=5 * PATIENCE)
         strategy.guard = RunGuard(watch, Signals(), started_elsewhere=True)
         try:
             return strategy.guard.run(function, args, options, trainer)

@@ -57,13 +57,18 @@ class FaultWatch:
     Args:
         children: Ranks 1 and up of this machine, where this process started them.
         parent: The process that started this one, if it is to end with it.
+        patience: Seconds that this process may go on after another rank failed.
     """
 
     def __init__(
-        self, children: list[subprocess.Popen[bytes]] | None = None, parent: int | None = None
+        self,
+        children: list[subprocess.Popen[bytes]] | None = None,
+        parent: int | None = None,
+        patience: float = PATIENCE,
     ) -> None:
         self._children = [] if children is None else children
         self._parent = parent
+        self._patience = patience
         self.hurry = threading.Event()
         self._stopped = threading.Event()
         self.begin()
@@ -267,7 +272,7 @@ class FaultWatch:
     def _end_process(self, fault: Fault) -> None:
         """Ends this process, unless it does so by itself."""
         failed, over = self._failed, self._over
-        waited_for(self._ends_by_itself, PATIENCE)
+        waited_for(self._ends_by_itself, self._patience)
         if failed.is_set():
             # Not hurried: a checkpoint that all ranks write together may take its time.
             if self.together():
