@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_dcp.engine import Signals
+from lightning_dcp.engine import OtherRankError, Signals
 from lightning_dcp.parallel import PATIENCE, FaultWatch, end_processes, say
 from lightning_dcp.results import ResultsLauncher
 
@@ -88,8 +88,10 @@ class RunGuard:
                 for callback in trainer.checkpoint_callbacks:
                     _skip_on_exception(callback)
             if fault is None:
-                if trainer.local_rank:
-                    _print_unless_told(error, self.watch)
+                # On one machine the rank at fault prints it, where everybody sees it.
+                follows = isinstance(error, OtherRankError) and trainer.num_nodes == 1
+                if follows or trainer.local_rank:
+                    _print_unless(error, lambda: follows or self.watch.is_told_by_first())
                 raise
             if fault.lost and fault.rank == trainer.global_rank:
                 say(f"the run ends: {fault.text}")
@@ -302,12 +304,12 @@ def _sigterm_handled_by(handler: Callable[[int, FrameType | None], None]) -> Ite
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _print_unless_told(error: BaseException, watch: FaultWatch) -> None:
-    """Prints no traceback of ``error``, if nobody catches it, where rank 0 prints the same one."""
+def _print_unless(error: BaseException, told: Callable[[], bool]) -> None:
+    """Prints no traceback of ``error``, if nobody catches it, where another rank has told it."""
     others = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if value is not error or not watch.is_told_by_first():
+        if value is not error or not told():
             others(kind, value, trace)
 
     sys.excepthook = hook

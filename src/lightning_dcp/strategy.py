@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# First, for its side effect: Megatron-Core's notices at import stay away.
+from lightning_dcp import _megatron as _megatron
+
+# isort: split
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields

@@ -90,7 +90,7 @@ def test_batches_that_an_objective_cannot_use():
         assert "Pairs gave losses of shape" in one
     of_one_rank = found.pop("one rank")
     assert "PolicyLoss needs 'advantages'" in other[0].pop("one rank")
-    assert "Rank 1 refused its batch: PolicyLoss needs 'advantages'" in of_one_rank
+    assert "Rank 1 refused its batch: ValueError: PolicyLoss needs 'advantages'" in of_one_rank
     assert found == other[0]
     assert found["missing"].startswith("ValueError: PolicyLoss needs 'old_log_probs' in every")
     assert "extra keys: 'advantages', 'ref_log_probs'" in found["missing"]

@@ -161,7 +161,7 @@ def test_an_error_of_one_rank_before_the_step_is_one_on_all():
     for rank, result in enumerate(results):
         for name, (doing, text) in found.items():
             if rank != WRONG:
-                assert f"ValueError: Rank 2 {doing}: " in result[name], name
+                assert f"OtherRankError: Rank 2 {doing}: " in result[name], name
                 assert text in result[name]
             else:
                 # Its own error, with the traceback of a worker.
@@ -237,7 +237,7 @@ def test_an_error_of_one_rank_within_the_step_is_one_on_all(strategy):
     same = {"name": "'mine' (float32 ['rows']) on rank 1", "type": "'log_probs' (float64 ['rows'])"}
     for (how, fails), message in results[0].items():
         if fails in texts:
-            assert message.startswith("ValueError: Rank 1 failed in its step: "), (how, fails)
+            assert message.startswith("OtherRankError: Rank 1 failed in its step: "), (how, fails)
             assert texts[fails] in message
             assert texts[fails] in results[1][how, fails]
         elif not strategy:
@@ -303,7 +303,7 @@ def test_loaders_of_other_lengths_stop_together():
         for (name, how), message in result.items():
             if name == "no length":
                 text = "OSError: my index"
-                whole = f"ValueError: Rank 2 could not ask its loader for its length: {text}"
+                whole = f"OtherRankError: Rank 2 could not ask its loader for its length: {text}"
                 assert message == (text if rank == WRONG else whole)
                 continue
             assert message == results[0][name, how]

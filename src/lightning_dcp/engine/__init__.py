@@ -7,7 +7,12 @@ With ``setup_parallel`` and ``install_cp_hooks`` (``lightning_dcp.parallel``) an
 # First, for its side effect: Megatron-Core's notices at import stay away.
 from lightning_dcp import _megatron as _megatron
 from lightning_dcp.config.optimizer import OptimizerSettings
-from lightning_dcp.engine.agreement import Signals, raised_on_all, read_cost_model
+from lightning_dcp.engine.agreement import (
+    OtherRankError,
+    Signals,
+    raised_on_all,
+    read_cost_model,
+)
 from lightning_dcp.engine.averages import AveragedWeights
 from lightning_dcp.engine.between_runs import logits_between_runs
 from lightning_dcp.engine.checkpoint import CheckpointFormat
@@ -36,6 +41,7 @@ __all__ = [
     "MegatronOptimizer",
     "MetricSums",
     "OptimizerSettings",
+    "OtherRankError",
     "PlanSettings",
     "PlannedBatch",
     "PlanningLoader",

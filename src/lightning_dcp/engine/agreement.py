@@ -33,6 +33,10 @@ def _ignore(signum: int) -> None:
     """What a loop of one's own does about signals."""
 
 
+class OtherRankError(ValueError):
+    """What another rank has failed at, which has an error of its own."""
+
+
 @dataclass
 class Signals:
     """Signals of the operating system, which all ranks act on at the same batch.
@@ -295,7 +299,7 @@ def raise_refusals(error: Exception | None, group: dist.ProcessGroup, doing: str
 
     Raises:
         Exception: ``error`` itself, on a rank that has one.
-        ValueError: Another rank has one; with its number, its ``doing`` and the error.
+        OtherRankError: Another rank has one; with its number, its ``doing`` and the error.
     """
     messages: list[str | None] = [None] * dist.get_world_size(group)
     mine = None if error is None else f"{doing}: {_in_short(error)}"
@@ -305,7 +309,7 @@ def raise_refusals(error: Exception | None, group: dist.ProcessGroup, doing: str
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
-            raise ValueError(f"Rank {rank} {message}")
+            raise OtherRankError(f"Rank {rank} {message}")
 
 
 def _in_short(error: Exception) -> str:
