@@ -154,7 +154,7 @@ def _collect(workers: list[_Worker], timeout: float) -> dict[int, tuple[bool, An
                 rank = left[connection].rank
                 try:
                     outcome[rank] = left[connection].connection.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     left[connection].process.join()
                     code = left[connection].process.exitcode
                     outcome[rank] = (False, f"died with exit code {code}")
