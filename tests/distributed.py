@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,9 +41,6 @@ _MOST = 8
 # A collective that waits for a rank that failed is ended by killing the worker, not by gloo.
 _COLLECTIVE = timedelta(hours=2)
 _GRACE = 10.0
-
-
-_GONE = ("died with exit code", "did not finish in time", "Timed out waiting")
 
 
 class WorkerError(AssertionError):
@@ -76,27 +72,12 @@ def run_distributed(
     Raises:
         WorkerError: A worker raised, died, did not finish in time, or left something behind.
     """
-    task = (function, args, kwargs)
-    try:
-        return _run(task, world_size, timeout, init_process_group)
-    except WorkerError as error:
-        # Seen a few times in thousands of calls, cause unknown: ranks wait for each other, or one
-        # is ended, and the same call goes well again. The warning has the stacks.
-        if world_size == 1 or not any(gone in str(error) for gone in _GONE):
-            raise
-        warnings.warn(f"{function.__qualname__} is called again: {error}", stacklevel=2)
-    return _run(task, world_size, timeout, init_process_group)
-
-
-def _run(
-    task: tuple[Any, ...], world_size: int, timeout: float, init_process_group: bool
-) -> list[Any]:
     while len(_workers) < world_size:
         _workers.append(_Worker(len(_workers)))
     workers = _workers[:world_size]
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store") if init_process_group else None
-        call, port = pickle.dumps(task), _free_port()
+        call, port = pickle.dumps((function, args, kwargs)), _free_port()
         for worker in workers:
             worker.connection.send((list(sys.path), world_size, store, port, call))
         outcome = _collect(workers, timeout)

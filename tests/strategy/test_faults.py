@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -231,6 +232,21 @@ def test_processes_are_gone_and_the_cause_is_named_once(
     assert end.seconds < benchmark.TIMEOUT + 60 * max(10, load())
     assert sum(says in line for line in end.output.splitlines()) == 1, end.output
     assert not end.saved
+
+
+def what_a_run_leaves():
+    trainer = trainers.trainer()
+    trainer.fit(trainers.module(), trainers.batches(1))
+    watch = trainer.strategy.guard.watch
+    stores = watch._store, watch._store_of_thread
+    return stores, [thread.name for thread in threading.enumerate()]
+
+
+def test_a_run_that_is_over_leaves_no_thread_and_no_store():
+    # A file store that is let go while its folder is removed stops the process for five minutes.
+    for stores, threads in run_distributed(what_a_run_leaves, 2):
+        assert stores == (None, None)
+        assert "fault-watch" not in threads
 
 
 def test_an_interactive_session_is_told_of_our_own_strategy(monkeypatch):

@@ -19,12 +19,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from lightning_dcp.config.waiting import waited_for
 
 _POLL = 0.5
 PATIENCE = 4.0
@@ -118,6 +119,14 @@ class FaultWatch:
     def close(self) -> None:
         """The run is over on this rank."""
         self._over.set()
+        if not self.watches_family:
+            atexit.unregister(self._stop)
+            self._stop()
+        # Now, and not when Python gets to it: a file store whose folder is removed at that moment
+        # keeps the whole process for its timeout, and ends it then.
+        self._store_of_thread = None
+        if not self._failed.is_set():
+            self._store = None
 
     # -- this rank failed ------------------------------------------------------------------------
 
@@ -208,11 +217,6 @@ class FaultWatch:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL):
-            if self._over.is_set():
-                if not self.watches_family:
-                    atexit.unregister(self._stop)
-                    return
-                self._store_of_thread = None
             try:
                 fault = self._look()
             except dist.DistError:
@@ -355,13 +359,3 @@ def position(error: BaseException) -> str:
             return "|".join([*places, name])
         places.append(f"{name}:{line}")
     return "|".join([*places, type(error).__name__])
-
-
-def waited_for(happened: Callable[[], bool], seconds: float) -> bool:
-    """Whether something happened within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

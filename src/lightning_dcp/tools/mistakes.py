@@ -6,10 +6,11 @@ import hashlib
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from lightning_dcp.config.waiting import waited_for
 
 TRACEBACK = "LIGHTNING_DCP_TRACEBACK"
 """Environment variable that brings tracebacks back; ``--traceback`` sets it."""
@@ -40,7 +41,7 @@ def told_once(command: str) -> Iterator[None]:
             raise
         if not _is_mistake(error):
             # A broken connection is all that the others see of the rank that ended.
-            if _TOLD in os.environ and _waited_for(lambda: bool(_told()), 2 * PATIENCE):
+            if _TOLD in os.environ and waited_for(lambda: bool(_told()), 2 * PATIENCE):
                 sys.exit(1)
             raise
         text = f"error: {error}\n(--traceback shows where)"
@@ -79,7 +80,7 @@ def _rank() -> int:
 def _tell(command: str, text: str) -> None:
     rank = _rank()
     # torchrun, which shares no folder, ends the others in this time after rank 0 has failed.
-    if rank and _waited_for(lambda: _file_of(text) in _told(), PATIENCE):
+    if rank and waited_for(lambda: _file_of(text) in _told(), PATIENCE):
         return
     if _TOLD in os.environ:
         try:
@@ -97,12 +98,3 @@ def _file_of(text: str) -> str:
 def _told() -> list[str]:
     folder = os.environ.get(_TOLD, "")
     return os.listdir(folder) if os.path.isdir(folder) else []
-
-
-def _waited_for(happened: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
