@@ -53,11 +53,16 @@ class AveragedWeights:
         self.in_use = False
 
     def _buffers(self) -> dict[str, Tensor]:
-        saved = self._module.state_dict(keep_vars=True) if self._use_buffers else {}
+        if not self._use_buffers:
+            return {}
+        # Not by a state dict, which has the names of the whole model: a stage's are others.
         return {
-            name: buffer
-            for name, buffer in self._module.named_buffers()
-            if name in saved and buffer.is_floating_point()
+            f"{path}.{name}" if path else name: buffer
+            for path, part in self._module.named_modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+            and buffer.is_floating_point()
+            and name not in part._non_persistent_buffers_set
         }
 
     def _weights(self) -> dict[str, Tensor]:
