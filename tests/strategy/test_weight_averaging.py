@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -198,3 +199,21 @@ def test_without_a_function_it_is_the_mean_and_without_an_update_the_weights():
     mean = {name: np.mean([one[name] for one in snapshots[:3]], 0) for name in kept}
     assert_equal_weights(kept, mean, 1e-6)
     assert_equal_weights(unchanged, trained, 0)
+
+
+def averaged_biases(folder):
+    strategy = {"pipeline_model_parallel_size": 2}
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="last")
+    averaging = EMAWeightAveraging(decay=DECAY, use_buffers=True)
+    trainer = trainers.trainer(
+        96, strategy, callbacks=[averaging, checkpoint], enable_checkpointing=True
+    )
+    trainer.fit(trainers.module(model=replace(trainers.CONFIG, moe=EXPERTS)), trainers.batches(2))
+    saved = torch.load(f"{folder}/last.ckpt", weights_only=False)["averaging_state"]["averages"]
+    return sorted(name for name in saved if name.endswith("expert_bias"))
+
+
+def test_buffers_of_every_stage_are_averaged(tmp_path):
+    for names in run_distributed(averaged_biases, 2, str(tmp_path)):
+        layers = [f"model.decoder.layers.{layer}.mlp.router.expert_bias" for layer in (0, 1)]
+        assert names == layers
